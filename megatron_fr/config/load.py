@@ -1,0 +1,147 @@
+"""Read, override, check and write a run's configuration."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from megatron_fr.config.sections import (
+    AgentConfig,
+    AlgorithmConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    GRPOConfig,
+    FlashReinforceConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RewardConfig,
+    RolloutConfig,
+    Section,
+    SyncConfig,
+    TrainConfig,
+)
+from megatron_fr.errors import ConfigError
+
+
+class RunConfig(Section):
+    """Everything one run needs; see the sections for their fields."""
+
+    seed: int = Field(0, ge=0, description="of prompts, sampling and initialisation")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="the one switch between CPU and GPU code")
+    output: Path = Field(Path("runs/default"), description="folder of metrics, logs, checkpoints and the picture")
+    model: ModelConfig
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=FlashReinforceConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    train: TrainConfig
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    agent: AgentConfig = Field(default_factory=AgentConfig)
+    reward: RewardConfig
+    data: DataConfig
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    sync: SyncConfig = Field(default_factory=SyncConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        group = self.algorithm.group_size
+        if self.train.batch_size % group:
+            raise ValueError(
+                f"train.batch_size={self.train.batch_size} is not a multiple of algorithm.group_size={group}; change one"
+            )
+        if self.train.batch_size < self.parallel.data:
+            raise ValueError(
+                f"train.batch_size={self.train.batch_size} gives some of the {self.parallel.data} data-parallel ranks "
+                "no trajectory; raise it or use fewer ranks"
+            )
+        return self
+
+    @property
+    def max_policy_lag(self) -> int:
+        """The bound that holds: GRPO is synchronous, whatever the recipe allows FlashREINFORCE."""
+        return 0 if isinstance(self.algorithm, GRPOConfig) else self.rollout.max_policy_lag
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read ``path`` and apply ``section.field=value`` overrides, whose values are YAML.
+
+    Raises:
+        ConfigError: the file is missing or no YAML mapping, an override is malformed, or a field is unknown,
+            out of range or contradictory. All problems are listed at once.
+    """
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"configuration {path}: {error.strerror}; give the path of a YAML file") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"configuration {path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"configuration {path} holds {type(values).__name__}, expected a mapping of sections")
+    for override in overrides:
+        _apply(values, override)
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"configuration {path}:\n" + "\n".join(_explain(e) for e in error.errors())) from error
+
+
+def save_config(config: RunConfig, path: str | Path) -> None:
+    """Write the resolved configuration as YAML that :func:`load_config` reads back."""
+    Path(path).write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"override {override!r}: expected section.field=value")
+    *sections, leaf = key.strip().lstrip("-").split(".")
+    node = values
+    for i, name in enumerate(sections):
+        child = node.setdefault(name, {})
+        if isinstance(child, str) and name == "algorithm":  # "algorithm: grpo" then "algorithm.group_size=4"
+            child = node[name] = {"name": child}
+        if not isinstance(child, dict):
+            raise ConfigError(f"override {override!r}: {'.'.join(sections[: i + 1])} is a value, not a section")
+        node = child
+    try:
+        node[leaf] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from error
+
+
+def _explain(error: Any) -> str:
+    location = [str(part) for part in error["loc"] if part not in ("flash_reinforce", "grpo")]
+    name = ".".join(location)
+    if error["type"] == "extra_forbidden":
+        known = _fields_at(location[:-1])
+        close = difflib.get_close_matches(location[-1], known, n=1)
+        remedy = f"did you mean {close[0]!r}?" if close else f"known fields: {', '.join(sorted(known))}"
+        return f"  {name}={error['input']!r}: unknown field; {remedy}"
+    if error["type"] == "missing":
+        return f"  {name}: required, and not given"
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return f"  {message}"
+    return f"  {name}={error['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _fields_at(location: Sequence[str]) -> list[str]:
+    """Names that a section allows; the union of all variants for a discriminated section."""
+    models: list[type[BaseModel]] = [RunConfig]
+    for part in location:
+        annotations = [m.model_fields[part].annotation for m in models if part in m.model_fields]
+        models = [m for a in annotations for m in _models_of(a)]
+    return sorted({name for m in models for name in m.model_fields})
+
+
+def _models_of(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [m for a in get_args(annotation) for m in _models_of(a)]

@@ -1,0 +1,230 @@
+"""The sections of a run's configuration. One line a field; bounds and contradictions are checked here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """Strict and immutable: an unknown field is an error, and nothing changes after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """The policy to train."""
+
+    path: str = Field(description="Hugging Face folder, or a hub name")
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="parameter and activation dtype")
+    transformer_impl: Literal["auto", "te", "local"] = Field(
+        "auto", description="Transformer Engine on GPUs, Megatron's local layers on CPUs"
+    )
+
+
+class ParallelConfig(Section):
+    """How the trainer's ranks are laid out; data parallelism takes what remains of the world."""
+
+    world_size: int = Field(1, ge=1, description="trainer ranks")
+    tensor: int = Field(1, ge=1, description="TP size")
+    expert: int = Field(1, ge=1, description="EP size")
+    expert_tensor: int = Field(1, ge=1, description="TP size inside an expert")
+    pipeline: int = Field(1, ge=1, description="PP size")
+    context: int = Field(1, ge=1, description="CP size")
+    sequence_parallel: bool | None = Field(None, description="None: on when TP > 1 and the model has experts")
+    distributed_optimizer: bool = Field(True, description="shard optimizer state over DP ranks")
+
+    @model_validator(mode="after")
+    def _fits(self) -> ParallelConfig:
+        dense = self.tensor * self.pipeline * self.context
+        if self.world_size % dense:
+            raise ValueError(
+                f"parallel.world_size={self.world_size} is not a multiple of tensor x pipeline x context = {dense}; "
+                "change one of them"
+            )
+        moe = self.expert * self.expert_tensor * self.pipeline
+        if self.world_size % moe:
+            raise ValueError(
+                f"parallel.world_size={self.world_size} is not a multiple of expert x expert_tensor x pipeline = {moe}; "
+                "change one of them"
+            )
+        return self
+
+    @property
+    def data(self) -> int:
+        """DP size of the dense layers."""
+        return self.world_size // (self.tensor * self.pipeline * self.context)
+
+
+class FlashReinforceConfig(Section):
+    """FlashREINFORCE and its ablations; the defaults are the published method."""
+
+    name: Literal["flash_reinforce"] = "flash_reinforce"
+    advantage: Literal["batch_mean", "leave_one_out", "group", "positive_only", "none"] = Field(
+        "batch_mean", description="the baseline subtracted from rewards"
+    )
+    reduction: Literal["sample_mean", "token_mean"] = Field("sample_mean", description="average over tokens first, or flat")
+    admission: Literal["sequence", "token", "off"] = Field("sequence", description="trust region on whole trajectories or tokens")
+    importance: Literal["token", "truncated", "off"] = Field("token", description="importance ratio on tokens")
+    delta: float = Field(1e-3, ge=0, description="trust-region threshold on the Bernoulli KL, nats")
+    truncation: float = Field(2.0, gt=0, description="cap of the ratio when importance=truncated")
+    failure_token_quantile: float = Field(
+        1.0, gt=0, le=1, description="share of a failure's highest-entropy tokens that keep their loss; 1 keeps all"
+    )
+    group_size: int = Field(1, ge=1, description="rollouts per prompt; above 1 only with advantage=group")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> FlashReinforceConfig:
+        if (self.advantage == "group") != (self.group_size > 1):
+            raise ValueError(
+                f"algorithm.advantage={self.advantage!r} with algorithm.group_size={self.group_size}: "
+                "groups need advantage=group and group_size of 2 or more, every other advantage needs group_size=1"
+            )
+        return self
+
+
+class GRPOConfig(Section):
+    """GRPO, the baseline: synchronous groups, std-normalised advantages, PPO clip."""
+
+    name: Literal["grpo"] = "grpo"
+    group_size: int = Field(8, ge=2, description="rollouts per prompt")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="PPO clip: ratio floor 1 - clip_low")
+    clip_high: float = Field(0.2, gt=0, description="PPO clip: ratio ceiling 1 + clip_high")
+
+
+def _named(value: Any) -> Any:
+    """``algorithm: grpo`` is short for ``algorithm: {name: grpo}``; a section without a name is FlashREINFORCE."""
+    if isinstance(value, str):
+        return {"name": value}
+    return {"name": "flash_reinforce", **value} if isinstance(value, dict) else value
+
+
+AlgorithmConfig = Annotated[
+    Annotated[FlashReinforceConfig | GRPOConfig, Field(discriminator="name")], BeforeValidator(_named)
+]
+
+
+class OptimizerConfig(Section):
+    """AdamW with clipping and a schedule over updates."""
+
+    lr: float = Field(1e-6, gt=0, description="peak learning rate")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Adam's first moment decay")
+    beta2: float = Field(0.98, ge=0, lt=1, description="Adam's second moment decay")
+    eps: float = Field(1e-8, gt=0, description="Adam's epsilon")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled; norms and biases are exempt, as Megatron does")
+    clip_grad: float = Field(1.0, ge=0, description="global gradient norm; 0 turns clipping off")
+    schedule: Literal["constant", "cosine", "linear"] = Field("cosine", description="after the warm-up")
+    warmup_fraction: float = Field(0.03, ge=0, lt=1, description="share of updates spent warming up")
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate over the peak")
+
+
+class TrainConfig(Section):
+    """The update loop."""
+
+    num_updates: int = Field(ge=1, description="batches to consume")
+    batch_size: int = Field(128, ge=1, description="B: trajectories an update, over all DP ranks")
+    micro_batch_size: int = Field(8, ge=1, description="trajectories a forward")
+    routing_replay: Literal["off", "rollout"] = Field("rollout", description="rollout: replay the engine's routes (R3)")
+    recompute: Literal["off", "full"] = Field("off", description="activation recomputation")
+    skip_without_signal: bool = Field(True, description="no optimizer step on a batch whose rewards are all equal")
+
+
+class RolloutConfig(Section):
+    """The engines and the runner pool."""
+
+    engines: int = Field(1, ge=1, description="SGLang servers to start")
+    engine_tensor: int = Field(1, ge=1, description="TP size of one engine")
+    engine_args: dict[str, str | int | float | bool] = Field(
+        default_factory=dict, description="further SGLang server arguments, without the leading dashes"
+    )
+    host: str = Field("127.0.0.1", description="address the engines and the rollout service bind to")
+    engine_port: int = Field(0, ge=0, le=65535, description="port of the first engine; 0 takes free ports")
+    start_timeout_s: float = Field(300, gt=0, description="an engine must be ready within this time")
+    request_timeout_s: float = Field(600, gt=0, description="one generation request")
+    runners: int = Field(64, ge=1, description="concurrent trajectories")
+    max_context: int = Field(8192, ge=2, description="tokens of a trajectory, prompt and tool output included")
+    max_new_tokens: int = Field(4096, ge=1, description="action tokens of a trajectory, over all its turns")
+    temperature: float = Field(1.0, gt=0, description="of sampling; the trainer's logits are scaled alike")
+    top_p: float = Field(1.0, description="must stay 1")
+    top_k: int = Field(-1, description="must stay -1")
+    min_p: float = Field(0.0, description="must stay 0")
+    max_policy_lag: int = Field(4, ge=0, description="updates between sampling and training; 0 is synchronous")
+
+    @model_validator(mode="after")
+    def _full_support(self) -> RolloutConfig:
+        for name, value, off in (("top_p", self.top_p, 1.0), ("top_k", self.top_k, -1), ("min_p", self.min_p, 0.0)):
+            if value != off:
+                raise ValueError(
+                    f"rollout.{name}={value} cuts the sampling distribution's support, so importance ratios against it "
+                    f"are wrong; set rollout.{name}={off}"
+                )
+        if self.max_new_tokens >= self.max_context:
+            raise ValueError(
+                f"rollout.max_new_tokens={self.max_new_tokens} leaves no room for a prompt in "
+                f"rollout.max_context={self.max_context}; lower the first or raise the second"
+            )
+        return self
+
+
+class ToolLimits(Section):
+    """Bounds of one tool call."""
+
+    timeout_s: float = Field(10.0, gt=0, description="wall time")
+    memory_mb: int = Field(512, ge=16, description="address space")
+    output_chars: int = Field(4096, ge=16, description="longer output is cut, with a note")
+    require_network_isolation: bool = Field(True, description="refuse to start where the network cannot be cut off")
+
+
+class AgentConfig(Section):
+    """What happens between a prompt and a reward."""
+
+    kind: str = Field("python_tool", description="registered agent name, or module:Class")
+    max_turns: int = Field(10, ge=1, description="assistant turns a trajectory")
+    max_tokens_per_turn: int | None = Field(None, ge=1, description="None: only the trajectory's limits bound a turn")
+    system_prompt: str | None = Field(None, description="None: as the data gives it")
+    tool: ToolLimits = Field(default_factory=ToolLimits)
+
+
+class RewardConfig(Section):
+    """The verifier."""
+
+    function: str = Field(description="import path, module:function")
+    timeout_s: float = Field(10.0, gt=0, description="of one call, in its own process")
+    max_consecutive_errors: int = Field(8, ge=1, description="that many raising calls in a row end the run")
+
+
+class DataConfig(Section):
+    """Prompts."""
+
+    train: str = Field(description="JSONL or parquet file, or a hub dataset name")
+    eval: str | None = Field(None, description="held-out prompts, same formats")
+    train_split: str = Field("train", description="split of a hub dataset")
+    eval_split: str = Field("test", description="split of a hub dataset")
+    shuffle: bool = Field(True, description="shuffle each epoch with the run's seed")
+
+
+class EvaluationConfig(Section):
+    """Held-out evaluation, at the start, every so many updates, and at the end."""
+
+    every: int = Field(0, ge=0, description="updates between evaluations; 0: only start and end")
+    num_prompts: int = Field(128, ge=1, description="the first so many of data.eval")
+    samples: int = Field(1, ge=1, description="k of avg@k")
+
+
+class SyncConfig(Section):
+    """Trainer to engines."""
+
+    bucket_mb: int = Field(1024, ge=1, description="memory of one broadcast bucket, MiB")
+    timeout_s: float = Field(300, gt=0, description="of every collective and request of a sync")
+    probe_tokens: int = Field(16, ge=0, description="fresh tokens compared after each sync; 0 turns the check off")
+    max_probe_difference: float = Field(
+        0.1, gt=0, description="mean |log-probability difference| of the probe that ends the run as a broken sync"
+    )
+
+
+class CheckpointConfig(Section):
+    """Hugging Face folders written while training."""
+
+    every: int = Field(0, ge=0, description="updates between checkpoints; 0: only at the end and on interruption")
+

@@ -1,0 +1,39 @@
+"""The exceptions that users meet. Each message names the field, the value and the remedy."""
+
+from __future__ import annotations
+
+
+class MegatronFRError(Exception):
+    """Base of every error raised on purpose; the command line prints it without a traceback."""
+
+
+class ConfigError(MegatronFRError):
+    """The configuration is unknown, contradictory or out of range."""
+
+
+class ModelError(MegatronFRError):
+    """A model folder is missing, damaged, or of an architecture that has no mapping."""
+
+
+class TrajectoryError(MegatronFRError):
+    """A trajectory breaks its contract; it is refused at the queue's door, the run goes on."""
+
+
+class EngineError(MegatronFRError):
+    """An inference engine did not start, died, or answered something unusable."""
+
+
+class RewardError(MegatronFRError):
+    """The reward function could not be imported, or raised too often."""
+
+
+class ToolError(MegatronFRError):
+    """The tool sandbox itself failed (not the code that ran in it)."""
+
+
+class SyncError(MegatronFRError):
+    """Weights did not reach the engines, or what arrived is not what was sent."""
+
+
+class RolloutEnded(MegatronFRError):
+    """The rollout service stopped serving batches; the message carries its reason."""

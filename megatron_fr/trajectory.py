@@ -1,0 +1,210 @@
+"""The trajectory: what the rollout side hands to the trainer, token by token.
+
+The tokens the trainer sees are the tokens the engine saw and produced. Row ``t`` of
+``routed_experts`` is the routing used while the model *processed* token ``t``; the last token is
+never processed, so it has no row.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_fr.errors import TrajectoryError
+
+FinishReason = Literal["stop", "length", "env_done", "aborted"]
+
+#: The value of ``versions`` on observation tokens, which no policy version sampled.
+NO_VERSION = -1
+
+_ARRAYS = ("tokens", "action_mask", "behavior_logprobs", "versions")
+_DTYPES = {
+    "tokens": np.dtype(np.int32),
+    "action_mask": np.dtype(np.bool_),
+    "behavior_logprobs": np.dtype(np.float32),
+    "versions": np.dtype(np.int32),
+}
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds a trajectory spent waiting for a runner, generating, and waiting for tools."""
+
+    queued_s: float = 0.0
+    generating_s: float = 0.0
+    tools_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What a valid trajectory may contain, read from the model and the run's configuration.
+
+    ``num_moe_layers``, ``top_k`` and ``num_experts`` are 0 for dense models.
+    """
+
+    vocab_size: int
+    max_context: int
+    num_moe_layers: int = 0
+    top_k: int = 0
+    num_experts: int = 0
+
+    @property
+    def route_dtype(self) -> np.dtype[Any]:
+        """uint8 up to 256 experts, uint16 above: routes are the bulk of a trajectory."""
+        return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
+
+
+@dataclass
+class Trajectory:
+    """One finished rollout of one prompt; ``N`` tokens over all its turns.
+
+    Attributes:
+        id: unique in the run.
+        prompt_id: the prompt it answers.
+        group_id: equal for the rollouts of one GRPO group; the trajectory's own id otherwise.
+        tokens: int32 ``[N]``.
+        action_mask: bool ``[N]``, true on tokens that the policy sampled.
+        behavior_logprobs: float32 ``[N]``, natural log, of the tempered sampling distribution;
+            0 where ``action_mask`` is false.
+        versions: int32 ``[N]``, the policy version that sampled the token, ``NO_VERSION`` elsewhere.
+        routed_experts: uint8 or uint16 ``[N - 1, num_moe_layers, top_k]``, or None.
+        reward: the scalar that the advantage is made of.
+        route_error: why ``routed_experts`` is None although routes were asked for.
+    """
+
+    id: str
+    prompt_id: str
+    group_id: str
+    tokens: npt.NDArray[np.int32]
+    action_mask: npt.NDArray[np.bool_]
+    behavior_logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int32]
+    reward: float
+    routed_experts: npt.NDArray[Any] | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    num_turns: int = 1
+    num_tool_calls: int = 0
+    num_tool_errors: int = 0
+    finish_reason: FinishReason = "stop"
+    timings: Timings = field(default_factory=Timings)
+    route_error: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_action_tokens(self) -> int:
+        """``T_i`` of the loss."""
+        return int(self.action_mask.sum())
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version among the action tokens; lag is counted from it."""
+        return int(self.versions[self.action_mask].min())
+
+    def validate(self, limits: ModelLimits) -> None:
+        """Check the whole contract.
+
+        Raises:
+            TrajectoryError: names the trajectory, the field and the reason.
+        """
+        n = len(self.tokens)
+
+        def refuse(name: str, reason: str) -> TrajectoryError:
+            return TrajectoryError(f"trajectory {self.id!r} (prompt {self.prompt_id!r}): {name} {reason}")
+
+        for name in _ARRAYS:
+            array = getattr(self, name)
+            if array.shape != (n,):
+                raise refuse(name, f"has shape {array.shape}, expected ({n},)")
+            if array.dtype != _DTYPES[name]:
+                raise refuse(name, f"has dtype {array.dtype}, expected {_DTYPES[name]}")
+        if n < 2 or n > limits.max_context:
+            raise refuse("tokens", f"has length {n}, expected 2 to {limits.max_context}")
+        if self.tokens.min() < 0 or self.tokens.max() >= limits.vocab_size:
+            raise refuse("tokens", f"holds an id outside 0..{limits.vocab_size - 1}")
+        if not self.action_mask.any():
+            raise refuse("action_mask", "marks no action token")
+        if self.action_mask[0]:
+            raise refuse("action_mask", "marks the first token, which nothing predicts")
+        logprobs = self.behavior_logprobs[self.action_mask]
+        if not np.isfinite(logprobs).all():
+            raise refuse("behavior_logprobs", "holds a non-finite value on an action token")
+        if (logprobs > 1e-4).any():
+            raise refuse("behavior_logprobs", f"holds {logprobs.max():.6g} > 0 on an action token")
+        if (self.versions[self.action_mask] < 0).any():
+            raise refuse("versions", "is missing on an action token")
+        if not math.isfinite(self.reward):
+            raise refuse("reward", f"is {self.reward}")
+        if self.finish_reason not in get_args(FinishReason):
+            raise refuse("finish_reason", f"is {self.finish_reason!r}, expected one of {get_args(FinishReason)}")
+        if self.routed_experts is not None and (problem := self.route_problem(limits)) is not None:
+            raise refuse("routed_experts", problem)
+
+    def route_problem(self, limits: ModelLimits) -> str | None:
+        """Why ``routed_experts`` cannot be replayed on this model, or None when it can."""
+        routes = self.routed_experts
+        if routes is None:
+            return self.route_error or "is missing"
+        expected = (len(self.tokens) - 1, limits.num_moe_layers, limits.top_k)
+        if routes.shape != expected:
+            return f"has shape {routes.shape}, expected {expected}"
+        if routes.dtype not in (np.uint8, np.uint16):
+            return f"has dtype {routes.dtype}, expected uint8 or uint16"
+        if routes.size and int(routes.max()) >= limits.num_experts:
+            return f"names expert {int(routes.max())}, the model has {limits.num_experts}"
+        if limits.top_k > 1:
+            ordered = np.sort(routes, axis=-1)
+            repeated = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
+            if repeated.any():
+                row, layer = np.argwhere(repeated)[0]
+                return f"names an expert twice at row {row}, MoE layer {layer}"
+        return None
+
+
+def encode(trajectories: Sequence[Trajectory]) -> bytes:
+    """Pack trajectories into one npz archive (no pickles), in order."""
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    heads: list[dict[str, Any]] = []
+    for i, t in enumerate(trajectories):
+        for name in (*_ARRAYS, "routed_experts"):
+            array = getattr(t, name)
+            if array is not None:
+                arrays[f"{i}.{name}"] = array
+        head = {k: v for k, v in vars(t).items() if k not in (*_ARRAYS, "routed_experts")}
+        head["timings"] = asdict(t.timings)
+        heads.append(head)
+    arrays["heads"] = np.frombuffer(json.dumps(heads).encode(), dtype=np.uint8)
+    buffer = io.BytesIO()
+    np.savez(buffer, allow_pickle=False, **arrays)
+    return buffer.getvalue()
+
+
+def decode(payload: bytes) -> list[Trajectory]:
+    """Undo :func:`encode`.
+
+    Raises:
+        TrajectoryError: the bytes are not such an archive.
+    """
+    try:
+        with np.load(io.BytesIO(payload), allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+        heads = json.loads(arrays.pop("heads").tobytes())
+        return [
+            Trajectory(
+                **{k: v for k, v in head.items() if k != "timings"},
+                timings=Timings(**head["timings"]),
+                **{name: arrays[f"{i}.{name}"] for name in _ARRAYS},
+                routed_experts=arrays.get(f"{i}.routed_experts"),
+            )
+            for i, head in enumerate(heads)
+        ]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise TrajectoryError(f"a payload of {len(payload)} bytes is no trajectory archive: {error}") from error

@@ -1,0 +1,47 @@
+"""Packaging of megatron-fr. Exact pins live in launch/constraints.txt."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = next(
+    line.split('"')[1] for line in (ROOT / "megatron_fr/__init__.py").read_text().splitlines() if "__version__" in line
+)
+
+setup(
+    name="megatron-fr",
+    version=VERSION,
+    description="FlashREINFORCE for Mixture-of-Experts tool agents, on Megatron-Core and SGLang",
+    license="Apache-2.0",
+    packages=find_packages(include=["megatron_fr", "megatron_fr.*"]),
+    python_requires=">=3.12",
+    install_requires=[
+        "aiohttp",
+        "httpx",
+        "matplotlib",
+        "megatron-core>=0.19",
+        "mpi4py",
+        "numpy",
+        "nvidia-modelopt",
+        "psutil",
+        "pulp==3.1.1",  # nvidia-modelopt breaks with later ones
+        "pyarrow",
+        "pydantic>=2",
+        "pyyaml",
+        "safetensors",
+        "sglang>=0.5.23",
+        "tensorboard",
+        "torch",
+        "transformers",
+    ],
+    extras_require={
+        "gpu": ["transformer-engine[pytorch]"],
+        "test": ["mypy", "pytest", "ruff", "types-PyYAML", "types-psutil"],
+    },
+    entry_points={
+        "console_scripts": ["megatron-fr = megatron_fr.cli:main"],
+        "sglang.srt.platforms": ["megatron_fr_cpu = megatron_fr.rollout.sglang_cpu:platform"],
+        "sglang.srt.plugins": ["megatron_fr_cpu_hooks = megatron_fr.rollout.sglang_cpu:register_hooks"],
+    },
+)
