@@ -75,7 +75,9 @@ def assign_to_ranks(num_tokens: Sequence[int], ranks: int) -> list[list[int]]:
     loads = [0] * ranks
     for index in sorted(range(total), key=lambda i: (-num_tokens[i], i)):
         full_ranks = sum(len(share) > floor for share in shares)
-        open_ranks = [r for r in range(ranks) if len(shares[r]) < floor or (len(shares[r]) == floor and full_ranks < extra)]
+        open_ranks = [
+            r for r in range(ranks) if len(shares[r]) < floor or (len(shares[r]) == floor and full_ranks < extra)
+        ]
         rank = min(open_ranks, key=lambda r: (loads[r], r))
         shares[rank].append(index)
         loads[rank] += num_tokens[index]

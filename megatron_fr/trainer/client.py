@@ -1,0 +1,117 @@
+"""The trainer's side of the rollout service's HTTP interface (docs/ARCHITECTURE.md)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from megatron_fr.errors import RolloutEnded
+from megatron_fr.trajectory import Trajectory, decode
+
+
+@dataclass(frozen=True)
+class LeasedItem:
+    """What rank 0 needs to know of a trajectory to assign it; the payload is fetched by its own rank."""
+
+    id: str
+    group_id: str
+    num_tokens: int
+    num_action_tokens: int
+    reward: float
+    lag: int
+
+
+@dataclass(frozen=True)
+class Lease:
+    """One batch: ``B`` trajectories in order of arrival, and their averages as metrics."""
+
+    batch_id: str
+    items: tuple[LeasedItem, ...]
+    metrics: dict[str, float]
+
+
+class RolloutClient:
+    """Blocking client; one per trainer rank that talks to the service.
+
+    Args:
+        url: of the rollout service.
+        timeout_s: of one request.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float = 60.0) -> None:
+        self.url = url
+        self._http = httpx.Client(base_url=url, timeout=timeout_s, trust_env=False)
+
+    def close(self) -> None:
+        """Drop the connections."""
+        self._http.close()
+
+    def status(self) -> dict[str, Any]:
+        """Counters, version and the engines' addresses."""
+        return self._call("GET", "/status").json()
+
+    def lease(self, version: int, *, wait_s: float = 5.0) -> Lease | None:
+        """The next batch, or None when none was complete within ``wait_s``.
+
+        Raises:
+            RolloutEnded: the service cannot go on; the message is its reason.
+        """
+        response = self._call("POST", "/lease", {"version": version, "wait_s": wait_s}, timeout_s=wait_s + 60.0)
+        if response.status_code == 204:
+            return None
+        body = response.json()
+        return Lease(body["batch_id"], tuple(LeasedItem(**item) for item in body["items"]), body["metrics"])
+
+    def fetch(self, ids: Sequence[str]) -> list[Trajectory]:
+        """Payloads of leased trajectories, in the order of ``ids``."""
+        if not ids:
+            return []
+        return decode(self._call("GET", "/trajectories", params={"ids": ",".join(ids)}).content)
+
+    def commit(self, batch_id: str, *, version: int, stepped: bool) -> None:
+        """The batch is used up, the engines hold ``version``: forget it and open the gate."""
+        self._call("POST", "/commit", {"batch_id": batch_id, "version": version, "stepped": stepped})
+
+    def evaluate(self, name: str, *, timeout_s: float = 3600.0) -> dict[str, float]:
+        """Run the held-out evaluation and wait for it."""
+        return self._call("POST", "/evaluate", {"name": name}, timeout_s=timeout_s).json()["metrics"]
+
+    def probe(self, engine: str, *, max_tokens: int) -> Trajectory:
+        """A fresh trajectory that ``engine`` generates with the weights it holds now."""
+        return decode(self._call("POST", "/probe", {"engine": engine, "max_tokens": max_tokens}).content)[0]
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        params: dict[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> httpx.Response:
+        extra: dict[str, Any] = {} if timeout_s is None else {"timeout": timeout_s}
+        for attempt in range(3):
+            try:
+                response = self._http.request(method, path, json=body, params=params, **extra)
+                break
+            except httpx.ConnectError as error:
+                # A request that never reached the service may be repeated; anything later may have taken effect.
+                if attempt == 2:
+                    raise RolloutEnded(f"rollout service {self.url} is gone: {error}") from error
+                time.sleep(0.2)
+            except httpx.HTTPError as error:
+                raise RolloutEnded(f"rollout service {self.url}{path}: {type(error).__name__}: {error}") from error
+        if response.status_code >= 400:
+            raise RolloutEnded(_reason(response) or f"rollout service {self.url}{path}: HTTP {response.status_code}")
+        return response
+
+
+def _reason(response: httpx.Response) -> str | None:
+    try:
+        return response.json().get("error")
+    except ValueError:
+        return None
