@@ -1,0 +1,98 @@
+"""A two-step arithmetic task that a tiny policy solves with a Python tool, and its reward. Standard library only.
+
+``Compute 37 * 48, then subtract 159 from the result.`` takes three turns: a tool call for the product, a second one
+for the difference, and the answer in ``\\boxed{}``. Both results have four digits, so guessing does not pay.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_fr.agents.contract import RewardInput
+
+#: One question in this many belongs to the held-out set.
+HELD_OUT_EVERY = 10
+
+_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+_INTEGER = re.compile(r"-?\d+")
+
+
+@dataclass(frozen=True)
+class Question:
+    """``first * second``, then ``operation`` (``+`` or ``-``) with ``third``."""
+
+    first: int
+    second: int
+    operation: str
+    third: int
+
+    @property
+    def text(self) -> str:
+        """The question in words."""
+        step = f"add {self.third} to" if self.operation == "+" else f"subtract {self.third} from"
+        return f"Compute {self.first} * {self.second}, then {step} the result."
+
+    @property
+    def intermediate(self) -> int:
+        """The value after the first step."""
+        return self.first * self.second
+
+    @property
+    def answer(self) -> int:
+        """The value after both steps."""
+        return self.intermediate + (self.third if self.operation == "+" else -self.third)
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the question belongs to the held-out set: fixed by its text, so the two sets never overlap."""
+        return zlib.crc32(self.text.encode()) % HELD_OUT_EVERY == 0
+
+    def record(self) -> dict[str, Any]:
+        """The line of a prompt file."""
+        name = f"{self.first}*{self.second}{self.operation}{self.third}"
+        return {"id": name, "prompt": self.text, "answer": self.answer, "intermediate": self.intermediate}
+
+
+def questions(seed: int, *, held_out: bool = False) -> Iterator[Question]:
+    """Endless distinct questions of one of the two disjoint sets, the same for the same seed.
+
+    Two-digit factors, a three-digit third number, and both results between 1000 and 9999.
+    """
+    rng = random.Random(seed)
+    seen: set[Question] = set()
+    while True:
+        question = Question(rng.randint(11, 99), rng.randint(11, 99), rng.choice("+-"), rng.randint(101, 999))
+        in_range = 1000 <= question.intermediate <= 9999 and 1000 <= question.answer <= 9999
+        if in_range and question.held_out == held_out and question not in seen:
+            seen.add(question)
+            yield question
+
+
+def boxed_integer(text: str) -> int | None:
+    """The integer in the last ``\\boxed{}`` of ``text``, or None where there is none."""
+    boxes = _BOXED.findall(text)
+    if not boxes:
+        return None
+    content = boxes[-1].strip().replace(",", "")
+    return int(content) if _INTEGER.fullmatch(content) else None
+
+
+def exact_answer(episode: RewardInput) -> dict[str, float]:
+    """1.0 when the final message boxes the right integer, else 0.0.
+
+    Further parts: ``answered`` (an integer was boxed), ``stopped_early`` (it is the intermediate value) and
+    ``used_tool``.
+    """
+    value = boxed_integer(episode.final_text)
+    return {
+        "reward": float(value is not None and value == int(episode.prompt.answer)),
+        "answered": float(value is not None),
+        "stopped_early": float(value is not None and value == episode.prompt.metadata.get("intermediate")),
+        "used_tool": float(episode.num_tool_calls > 0),
+    }
