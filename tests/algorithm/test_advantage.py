@@ -1,0 +1,93 @@
+"""Advantages against hand-computed values and plain Python."""
+
+import statistics
+
+import pytest
+import torch
+
+from megatron_fr.algorithm.advantage import (
+    ADVANTAGES,
+    GROUP_STD_EPS,
+    batch_mean_advantages,
+    compute_advantages,
+    has_signal,
+    register_advantage,
+)
+
+REWARDS = torch.tensor([1.0, 0.0, 0.25, 0.75, 0.0, 1.0], dtype=torch.float64)
+
+
+def test_two_successes_in_five_get_plus_0_6_and_the_failures_minus_0_4():
+    advantages = batch_mean_advantages(torch.tensor([1.0, 0, 0, 1.0, 0], dtype=torch.float64))
+    assert advantages.tolist() == pytest.approx([0.6, -0.4, -0.4, 0.6, -0.4], abs=1e-15)
+
+
+def test_batch_mean_does_not_divide_by_the_standard_deviation():
+    assert torch.allclose(batch_mean_advantages(REWARDS * 10), batch_mean_advantages(REWARDS) * 10)
+
+
+def test_leave_one_out_compares_with_the_mean_of_the_others():
+    values = REWARDS.tolist()
+    expected = [r - statistics.mean(values[:i] + values[i + 1 :]) for i, r in enumerate(values)]
+    assert compute_advantages("leave_one_out", REWARDS).tolist() == pytest.approx(expected, abs=1e-14)
+
+
+def test_groups_are_normalised_by_their_own_mean_and_sample_deviation_in_any_order():
+    groups = ["a", "b", "a", "b", "a", "b"]
+    got = compute_advantages("group", REWARDS, groups).tolist()
+    for name in "ab":
+        rows = [i for i, g in enumerate(groups) if g == name]
+        members = [REWARDS[i].item() for i in rows]
+        deviation = statistics.stdev(members) + GROUP_STD_EPS
+        expected = [(r - statistics.mean(members)) / deviation for r in members]
+        assert [got[i] for i in rows] == pytest.approx(expected, abs=1e-12)
+
+
+def test_an_all_equal_group_gets_zero_and_no_nan():
+    got = compute_advantages("group", torch.tensor([1.0, 1, 0, 1]), [0, 0, 1, 1])
+    assert got[:2].tolist() == [0, 0]
+    assert got.isfinite().all()
+
+
+def test_positive_only_zeroes_the_failures_and_none_is_the_raw_reward():
+    mean = REWARDS.mean().item()
+    expected = [max(r - mean, 0) for r in REWARDS.tolist()]
+    assert compute_advantages("positive_only", REWARDS).tolist() == pytest.approx(expected)
+    assert torch.equal(compute_advantages("none", REWARDS), REWARDS)
+
+
+def test_float32_rewards_are_averaged_in_float64():
+    rewards = torch.tensor([1e8, 1.0, -1e8], dtype=torch.float32)
+    got = batch_mean_advantages(rewards)
+    assert got.dtype == torch.float32
+    assert got[1].item() == pytest.approx(2 / 3, rel=1e-6)
+
+
+def test_equal_rewards_carry_no_signal_and_groups_are_judged_one_by_one():
+    assert not has_signal(torch.full((7,), 0.1))
+    assert has_signal(torch.tensor([0.1, 0.1, 0.2]))
+    different_groups = torch.tensor([1.0, 1.0, 0.0, 0.0])
+    assert has_signal(different_groups)
+    assert not has_signal(different_groups, ["a", "a", "b", "b"])
+    assert has_signal(different_groups, ["a", "b", "a", "b"])
+
+
+def test_what_makes_no_sense_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match="unknown; choose one of batch_mean, group"):
+        compute_advantages("mean", REWARDS)
+    with pytest.raises(ValueError, match="reward 1 is nan"):
+        batch_mean_advantages(torch.tensor([1.0, float("nan")]))
+    with pytest.raises(ValueError, match="expected \\[B\\]"):
+        batch_mean_advantages(torch.zeros(0))
+    with pytest.raises(TypeError, match="int64"):
+        batch_mean_advantages(torch.tensor([1, 0]))
+    with pytest.raises(ValueError, match="needs group_ids"):
+        compute_advantages("group", REWARDS)
+    with pytest.raises(ValueError, match="2 group_ids for 6 rewards"):
+        compute_advantages("group", REWARDS, ["a", "b"])
+    with pytest.raises(ValueError, match="'c' has one trajectory"):
+        compute_advantages("group", REWARDS, ["a", "a", "b", "b", "b", "c"])
+    with pytest.raises(ValueError, match="batch of 1"):
+        compute_advantages("leave_one_out", torch.ones(1))
+    with pytest.raises(ValueError, match="registered already"):
+        register_advantage("none")(ADVANTAGES["none"])
