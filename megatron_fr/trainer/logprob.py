@@ -102,7 +102,9 @@ class _SelectedLogProb(torch.autograd.Function):
                 continue
             # d logp / d logit = scale * (onehot - softmax)
             g = grad[rows, None] * scale
-            part = logits[rows, :real].to(torch.float32, copy=True).mul_(scale).sub_(log_norm[rows, None]).exp_().mul_(-g)
+            part = (
+                logits[rows, :real].to(torch.float32, copy=True).mul_(scale).sub_(log_norm[rows, None]).exp_().mul_(-g)
+            )
             hit = torch.where(mine[rows, None], g, torch.zeros_like(g))
             part.scatter_add_(1, local[rows, None].clamp(max=real - 1), hit)
             out[rows, :real] = part.to(logits.dtype)

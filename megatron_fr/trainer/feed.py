@@ -1,0 +1,155 @@
+"""Batches from the rollout service to the ranks: rank 0 leases by metadata, each DP rank fetches its own payloads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_fr.errors import MegatronFRError
+from megatron_fr.trainer.batch import (
+    MicroBatch,
+    RouteShape,
+    SequenceSlice,
+    assign_to_ranks,
+    build_micro_batch,
+    split_micro_batches,
+)
+from megatron_fr.trainer.client import Lease, RolloutClient
+from megatron_fr.trainer.objective import BatchConstants, Objective
+from megatron_fr.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One update's data on one rank. ``lease`` and ``signal`` are equal on every rank."""
+
+    lease: Lease
+    constants: BatchConstants
+    signal: bool
+    micro_batches: list[MicroBatch]
+    num_tokens: int  # of the whole batch
+    wait_s: float
+
+
+class Shutdown(Exception):
+    """Rank 0 was asked to stop; raised on every rank at the same place."""
+
+
+class BatchFeed:
+    """One per rank.
+
+    Args:
+        client: of the rollout service.
+        micro_batch_size: trajectories a forward.
+        route_shape: of the routes to replay, None without replay.
+        pad_multiple: of the sequence length.
+        sequence_slice: this rank's sequence-parallel part.
+    """
+
+    def __init__(
+        self,
+        client: RolloutClient,
+        objective: Objective,
+        *,
+        micro_batch_size: int,
+        route_shape: RouteShape | None,
+        pad_multiple: int,
+        sequence_slice: SequenceSlice,
+        device: torch.device,
+    ) -> None:
+        self._client = client
+        self._objective = objective
+        self._micro_batch_size = micro_batch_size
+        self._build: dict[str, Any] = {
+            "route_shape": route_shape,
+            "pad_multiple": pad_multiple,
+            "sequence_slice": sequence_slice,
+            "device": device,
+        }
+
+    def next(self, version: int, should_stop: Callable[[], bool]) -> Batch:
+        """Wait for the next batch and build this rank's part of it.
+
+        Args:
+            version: of the weights that the batch will update.
+            should_stop: asked on rank 0 while waiting.
+
+        Raises:
+            Shutdown: rank 0 was asked to stop.
+            RolloutEnded: the service cannot go on.
+        """
+        started = time.monotonic()
+        lease = from_rank_zero(lambda: self._lease(version, should_stop))
+        if lease is None:
+            raise Shutdown
+        wait_s = time.monotonic() - started
+        items = lease.items
+        ranks = parallel_state.get_data_parallel_world_size()
+        shares = assign_to_ranks([i.num_tokens for i in items], ranks)
+        advantages, signal = self._objective.advantages([i.reward for i in items], [i.group_id for i in items])
+        mine = shares[parallel_state.get_data_parallel_rank()]
+        trajectories = self._fetch([items[i].id for i in mine])
+        count = -(-max(len(share) for share in shares) // self._micro_batch_size)
+        parts = split_micro_batches([items[i].num_tokens for i in mine], count)
+        micro_batches = [
+            build_micro_batch([trajectories[k] for k in part], [advantages[mine[k]] for k in part], **self._build)
+            for part in parts
+        ]
+        return Batch(
+            lease=lease,
+            constants=BatchConstants(len(items), sum(i.num_action_tokens for i in items)),
+            signal=signal,
+            micro_batches=micro_batches,
+            num_tokens=sum(i.num_tokens for i in items),
+            wait_s=wait_s,
+        )
+
+    def probe_batch(self, trajectory: Trajectory) -> list[MicroBatch]:
+        """A single trajectory as the micro-batch of a forward without training, the same on every DP rank."""
+        return [build_micro_batch([trajectory], [0.0], **self._build)]
+
+    def _lease(self, version: int, should_stop: Callable[[], bool]) -> Lease | None:
+        while not should_stop():
+            lease = self._client.lease(version, wait_s=1.0)
+            if lease is not None:
+                return lease
+        return None
+
+    def _fetch(self, ids: list[str]) -> list[Trajectory]:
+        """The first rank of each model-parallel group asks the service, the others get its copy."""
+        source = parallel_state.get_model_parallel_src_rank()
+        return _from_source(
+            lambda: self._client.fetch(ids), source, parallel_state.get_model_parallel_group(check_initialized=False)
+        )
+
+
+def from_rank_zero[T](make: Callable[[], T]) -> T:
+    """Call ``make`` on global rank 0 and return its result on every rank.
+
+    Raises:
+        MegatronFRError: ``make`` raised one; every rank raises it, so that none is left waiting in a collective.
+    """
+    return _from_source(make, 0, None)
+
+
+def _from_source[T](make: Callable[[], T], source: int, group: dist.ProcessGroup | None) -> T:
+    box: list[Any] = [None, None]
+    if dist.get_rank() == source:
+        try:
+            box[0] = make()
+        except MegatronFRError as error:
+            box[1] = (type(error), str(error))
+    if dist.get_world_size(group) > 1:
+        dist.broadcast_object_list(box, src=source, group=group)
+    if box[1] is not None:
+        kind, message = box[1]
+        raise kind(message)
+    return box[0]
+
+

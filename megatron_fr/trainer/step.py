@@ -1,0 +1,177 @@
+"""One update: a single forward-backward over the batch through Megatron's schedule, then the optimizer.
+
+Scale of the loss. Megatron's schedule multiplies a micro-batch's loss by CP and divides it by the number of
+micro-batches; its DDP averages gradients over DP x CP. The objective wants the plain sum over micro-batches, DP and CP
+ranks, so the loss is multiplied by ``DP x micro-batches`` here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_fr.algorithm.stats import MAX_NAMES, SUM_NAMES, LossStats, policy_metrics
+from megatron_fr.trainer.batch import MicroBatch
+from megatron_fr.trainer.logprob import vocab_parallel_logprobs
+from megatron_fr.trainer.objective import BatchConstants, Objective
+from megatron_fr.trainer.routing_replay import RoutingReplay
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one update did; equal on every rank."""
+
+    metrics: dict[str, float]
+    forward_backward_s: float
+    optimizer_s: float
+    stepped: bool
+
+
+@dataclass
+class TrainStep:
+    """The parts of an update, wired once.
+
+    Attributes:
+        chunks: the rank's DDP-wrapped model chunks.
+        vocab_size: the true vocabulary, without the padding that TP needs.
+        temperature: of the rollouts.
+        replay: routing replay, or None.
+        causal_mask: whether the attention needs an explicit mask (Megatron's local attention does, TE's does not).
+    """
+
+    chunks: Sequence[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    schedule: OptimizerParamScheduler
+    objective: Objective
+    vocab_size: int
+    temperature: float
+    replay: RoutingReplay | None
+    causal_mask: bool
+    forwards: int = field(default=0, init=False)
+    _routes: torch.Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64), init=False)
+
+    def update(self, batches: Sequence[MicroBatch], constants: BatchConstants) -> StepReport:
+        """Forward and backward over this rank's micro-batches, then one optimizer step.
+
+        Every rank passes the same number of micro-batches.
+        """
+        started = time.monotonic()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        scale = parallel_state.get_data_parallel_world_size() * len(batches)
+        results = self._run(batches, partial(self._training_loss, constants=constants, scale=scale), train=True)
+        metrics = self._reduce(results, constants)
+        forward_backward_s = time.monotonic() - started
+
+        started = time.monotonic()
+        self.schedule.step(1)
+        stepped, grad_norm, _zeros = self.optimizer.step()
+        metrics["train/grad_norm"] = float(grad_norm or 0.0)
+        metrics["train/lr"] = float(self.optimizer.param_groups[0]["lr"])
+        return StepReport(metrics, forward_backward_s, time.monotonic() - started, bool(stepped))
+
+    def skip(self) -> None:
+        """Consume a batch without signal: the schedule goes on, weights and moments stay."""
+        self.schedule.step(1)
+
+    @torch.no_grad()
+    def logprobs(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """Log-probabilities float32 ``[b, P]`` of each micro-batch's targets; empty off the last pipeline stage."""
+        return [r["logprobs"] for r in self._run(batches, self._inference_loss, train=False)]
+
+    def _run(self, batches: Sequence[MicroBatch], loss: Callable[..., Any], *, train: bool) -> list[dict[str, Any]]:
+        if self.replay is not None:
+            self.replay.begin([b.routes for b in batches if b.routes is not None])
+        for chunk in self.chunks:
+            chunk.train(train)
+        # One iterator a chunk: an interleaved schedule walks the batch once for each.
+        iterators = [iter(batches) for _ in self.chunks]
+        try:
+            results = get_forward_backward_func()(
+                forward_step_func=partial(self._forward, loss=loss),
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=list(self.chunks),
+                num_microbatches=len(batches),
+                seq_length=max(b.num_positions for b in batches),
+                micro_batch_size=max(len(b.tokens) for b in batches),
+                forward_only=not train,
+            )
+        except BaseException:
+            if self.replay is not None:
+                self.replay.abandon()
+            raise
+        agreeing, counted = self.replay.end() if self.replay is not None else (0.0, 0.0)
+        self._routes = torch.tensor([agreeing, counted], dtype=torch.float64)
+        return results
+
+    def _forward(
+        self, iterator: Iterator[MicroBatch], model: torch.nn.Module, *, loss: Callable[..., Any]
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+        batch = next(iterator)
+        self.forwards += 1
+        positions = batch.num_positions
+        mask = None
+        if self.causal_mask:
+            ones = torch.ones((positions, positions), dtype=torch.bool, device=batch.tokens.device)
+            mask = ones.triu(1)[None, None]  # true: not attended. Padding is at the end, so causality hides it.
+        output = model(batch.tokens, batch.position_ids, mask)
+        return output, partial(loss, batch)
+
+    def _training_loss(
+        self, batch: MicroBatch, logits: torch.Tensor, *, constants: BatchConstants, scale: int
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        logprobs, entropy = self._head(batch, logits)
+        loss, stats = self.objective.loss(batch, logprobs, entropy, constants)
+        entropy_sum = torch.where(batch.action_mask, entropy, 0).double().sum()
+        report = {"loss": loss.detach().double(), "entropy_sum": entropy_sum, "stats": stats}
+        return loss * scale, report
+
+    def _inference_loss(self, batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        logprobs, _entropy = self._head(batch, logits)
+        return logprobs.new_zeros(()), {"logprobs": logprobs}
+
+    def _head(self, batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return vocab_parallel_logprobs(
+            logits,
+            batch.targets,
+            temperature=self.temperature,
+            vocab_size=self.vocab_size,
+            group=parallel_state.get_tensor_model_parallel_group(),
+        )
+
+    def _reduce(self, results: Sequence[dict[str, Any]], constants: BatchConstants) -> dict[str, float]:
+        """Combine micro-batches and ranks; only the last pipeline stage has results, and TP ranks hold the same."""
+        device = next(self.chunks[0].parameters()).device
+        counts = bool(results) and parallel_state.get_tensor_model_parallel_rank() == 0
+        sums = torch.zeros(len(SUM_NAMES) + 2, dtype=torch.float64, device=device)
+        maxima = torch.zeros(len(MAX_NAMES), dtype=torch.float64, device=device)
+        if counts:
+            for result in results:
+                stats: LossStats = result["stats"]
+                extra = torch.stack([result["loss"], result["entropy_sum"]])
+                sums += torch.cat([stats.sums(), extra]).to(device)
+                maxima = torch.maximum(maxima, stats.maxima().to(device))
+        # Without sequence parallelism every TP rank routes the same tokens; the share is unchanged by the repetition.
+        routes = self._routes.to(device)
+        sums = torch.cat([sums, routes])
+        dist.all_reduce(sums)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        loss, entropy, agreeing, counted = sums[len(SUM_NAMES) :].tolist()
+        metrics = policy_metrics(sums[: len(SUM_NAMES)], maxima)
+        metrics["policy/entropy"] = entropy / max(constants.action_tokens, 1)
+        metrics["train/loss"] = loss
+        if counted:
+            metrics["policy/route_agreement"] = agreeing / counted
+        return metrics
