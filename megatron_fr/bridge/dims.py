@@ -1,0 +1,56 @@
+"""The sizes of a model, read from its Hugging Face configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Dims:
+    """Sizes that weight rules speak of; ``experts``, ``moe_ffn`` and ``top_k`` are 0 for dense models."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    experts: int = 0
+    moe_ffn: int = 0
+    top_k: int = 0
+
+    @classmethod
+    def from_hf(cls, hf_config: Any) -> Dims:
+        """Read a transformers configuration object."""
+        return cls(
+            layers=hf_config.num_hidden_layers,
+            hidden=hf_config.hidden_size,
+            heads=hf_config.num_attention_heads,
+            kv_heads=hf_config.num_key_value_heads,
+            head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads,
+            ffn=hf_config.intermediate_size,
+            vocab=hf_config.vocab_size,
+            experts=getattr(hf_config, "num_experts", None) or 0,
+            moe_ffn=getattr(hf_config, "moe_intermediate_size", None) or 0,
+            top_k=getattr(hf_config, "num_experts_per_tok", None) or 0,
+        )
+
+    @property
+    def q_size(self) -> int:
+        """Rows of the query projection."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Rows of the key projection, and of the value projection."""
+        return self.kv_heads * self.head_dim
+
+    def padded_vocab(self, tensor: int) -> int:
+        """The vocabulary, rounded up to a multiple of the TP size."""
+        return -(-self.vocab // tensor) * tensor
+
+    def shape(self, names: tuple[str, ...]) -> tuple[int, ...]:
+        """Turn the names of sizes into a shape."""
+        return tuple(getattr(self, name) for name in names)

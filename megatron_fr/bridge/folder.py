@@ -1,0 +1,105 @@
+"""A Hugging Face model folder: its configuration, and safetensors files read slice by slice."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from megatron_fr.errors import ModelError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+def resolve_folder(path: str | Path) -> Path:
+    """A local folder as it is; a hub name such as ``Qwen/Qwen3-30B-A3B`` through the hub's cache.
+
+    Raises:
+        ModelError: there is no such folder, or the hub does not have or give it.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) is None or str(path).startswith("."):
+        raise ModelError(f"model.path={str(path)!r} is not a folder; give a Hugging Face folder or a hub name")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(path), ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*"]))
+    except Exception as error:  # the hub client raises from several libraries
+        raise ModelError(
+            f"model.path={str(path)!r} is no local folder, and the hub did not give it: {error}; check the name"
+        ) from error
+
+
+def read_hf_config(path: str | Path) -> Any:
+    """The transformers configuration of a model folder or hub name.
+
+    Raises:
+        ModelError: the folder or its ``config.json`` is missing or damaged.
+    """
+    from transformers import AutoConfig
+
+    folder = resolve_folder(path)
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"model.path={str(path)!r} has no config.json; give a complete Hugging Face folder")
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (ValueError, OSError, KeyError) as error:
+        raise ModelError(f"model.path={str(path)!r}: config.json cannot be read: {error}") from error
+
+
+class WeightFiles:
+    """The tensors of a folder, by name, without reading their data.
+
+    Raises:
+        ModelError: no weight file, a missing or damaged one, or an index that does not match the files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        index = folder / INDEX_NAME
+        if index.is_file():
+            try:
+                named: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            except (ValueError, KeyError) as error:
+                raise ModelError(f"{index} is damaged: {error}; fetch the folder again") from error
+        elif (folder / SINGLE_NAME).is_file():
+            named = {}
+        else:
+            raise ModelError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}; convert the weights to safetensors")
+        self._handles = {name: self._open(name) for name in sorted(set(named.values())) or [SINGLE_NAME]}
+        self._file_of = {tensor: file for file, handle in self._handles.items() for tensor in handle.keys()}  # noqa: SIM118
+        for tensor, file in named.items():
+            if self._file_of.get(tensor) != file:
+                raise ModelError(f"{folder / file} does not hold {tensor!r}, which {INDEX_NAME} says it does")
+
+    def _open(self, name: str) -> Any:
+        path = self.folder / name
+        if not path.is_file():
+            raise ModelError(f"{path} is missing, though {INDEX_NAME} names it; fetch the folder again")
+        try:
+            return safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path} is damaged or incomplete ({error}); fetch it again") from error
+
+    @property
+    def names(self) -> set[str]:
+        """All tensors in the files."""
+        return set(self._file_of)
+
+    def file(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self.folder / self._file_of[name]
+
+    def slice(self, name: str) -> Any:
+        """A view that reads what is indexed."""
+        return self._handles[self._file_of[name]].get_slice(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape, from the file's header."""
+        return tuple(self.slice(name).get_shape())

@@ -1,0 +1,72 @@
+"""Hugging Face weights into a Megatron-Core model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_fr.bridge import local
+from megatron_fr.bridge.dims import Dims
+from megatron_fr.bridge.folder import WeightFiles, resolve_folder
+from megatron_fr.bridge.registry import Entry, entries, is_tied
+from megatron_fr.errors import ModelError
+
+#: Stored by some exporters, and computed here.
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+
+
+@torch.no_grad()
+def load_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: Any, path: str | Path) -> None:
+    """Fill this rank's parameters, reading only the slices it holds. No collective.
+
+    Tensors are cast to the parameters' dtype. The folder's names and shapes are checked in full on every rank, before
+    anything is read, so that all ranks fail alike.
+
+    Raises:
+        ModelError: names the file and the tensor that is missing, left over, damaged or of another shape.
+    """
+    files = WeightFiles(resolve_folder(path))
+    dims = Dims.from_hf(hf_config)
+    table = list(entries(hf_config))
+    _check_files(files, table, dims, tied=is_tied(hf_config))
+
+    by_param = {entry.param: entry for entry in table}
+    if is_tied(hf_config):  # the last of several pipeline stages has its own copy of the embedding
+        by_param["output_layer.weight"] = by_param["embedding.word_embeddings.weight"]
+    here = local.placement(chunks)
+    for name, parameter in local.parameters(chunks).items():
+        entry = by_param.get(name)
+        if entry is None:
+            raise ModelError(f"the model has a parameter {name!r} that no rule of its family fills")
+        rank, size = here.tp_rank, here.tp_size
+        if entry.rule.per_expert:
+            rank, size = here.expert_tp_rank, here.expert_tp_size
+        value = entry.rule.shard([files.slice(hf) for hf in entry.hf], dims, rank, size)
+        if value.shape != parameter.shape:
+            raise ModelError(
+                f"parameter {name!r} has shape {tuple(parameter.shape)}, its rule gives {tuple(value.shape)}"
+            )
+        parameter.copy_(value)
+
+
+def _check_files(files: WeightFiles, table: Sequence[Entry], dims: Dims, tied: bool) -> None:
+    expected = {
+        name: shape for entry in table for name, shape in zip(entry.hf, entry.rule.hf_shapes(dims), strict=True)
+    }
+    if missing := [name for name in expected if name not in files.names]:
+        raise ModelError(f"{files.folder}: {len(missing)} tensors are missing, among them {missing[0]!r}")
+    allowed = {"lm_head.weight"} if tied else set()
+    left_over = sorted(name for name in files.names - expected.keys() - allowed if not name.endswith(_IGNORED_SUFFIXES))
+    if left_over:
+        raise ModelError(
+            f"{files.file(left_over[0])}: nothing uses tensor {left_over[0]!r} ({len(left_over)} such tensors); "
+            "the folder's config.json describes another model"
+        )
+    for name, shape in expected.items():
+        if files.shape(name) != shape:
+            raise ModelError(
+                f"{files.file(name)}: tensor {name!r} has shape {files.shape(name)}, config.json implies {shape}"
+            )

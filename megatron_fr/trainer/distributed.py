@@ -1,0 +1,169 @@
+"""From a launcher's variables to Megatron-Core's process groups: torchrun, Slurm, MPI, or a process on its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from megatron_fr.config.sections import ParallelConfig
+from megatron_fr.device import Device, prepare_process
+from megatron_fr.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """One rank's place in the world and where the ranks meet."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master_addr: str
+    master_port: int
+
+
+def bootstrap(environ: Mapping[str, str] = os.environ) -> RankInfo:
+    """Read the launcher's variables: torchrun's, else Slurm's (inside a step), else MPI's, else a world of one.
+
+    ``MASTER_ADDR`` and ``MASTER_PORT`` win over what Slurm and MPI imply.
+
+    Raises:
+        ConfigError: torchrun's variables are incomplete, or MPI ranks have no way to agree on an address.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]:
+            raise ConfigError(
+                f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} not; start ranks with torchrun"
+            )
+        return RankInfo(
+            int(environ["RANK"]),
+            int(environ["WORLD_SIZE"]),
+            int(environ.get("LOCAL_RANK", "0")),
+            environ["MASTER_ADDR"],
+            int(environ["MASTER_PORT"]),
+        )
+    if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:  # a batch script has the first, not the second
+        return _from_slurm(environ)
+    for rank, size, local in (
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ):
+        if rank in environ and size in environ:
+            return _from_mpi(environ, int(environ[rank]), int(environ[size]), environ.get(local))
+    return RankInfo(0, 1, 0, "127.0.0.1", _free_port())
+
+
+def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
+    # The step's own variables: a heterogeneous job's plain ones describe its first group only.
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    size = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "1")
+    address = environ.get("MASTER_ADDR") or first_node(nodes)
+    # Every task derives the same port, and two jobs or steps on one node most likely different ones.
+    derived = 20000 + (int(environ.get("SLURM_JOB_ID", "0")) * 8 + int(environ["SLURM_STEP_ID"]) % 8) % 12000
+    return RankInfo(
+        int(environ["SLURM_PROCID"]),
+        int(size),
+        int(environ.get("SLURM_LOCALID", "0")),
+        address,
+        int(environ.get("MASTER_PORT", derived)),
+    )
+
+
+def first_node(nodelist: str) -> str:
+    """The first host of a Slurm node list: ``gpu[03-05,9],cpu1`` gives ``gpu03``.
+
+    Raises:
+        ConfigError: the list is empty.
+    """
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodelist.strip())
+    if match is None:
+        raise ConfigError(f"SLURM_STEP_NODELIST={nodelist!r} names no node; set MASTER_ADDR to rank 0's host")
+    return "".join(part or "" for part in match.groups())
+
+
+def _from_mpi(environ: Mapping[str, str], rank: int, size: int, local: str | None) -> RankInfo:
+    if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
+        address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+        return RankInfo(rank, size, int(local or 0), address, port)
+    if size == 1:
+        return RankInfo(0, 1, 0, "127.0.0.1", _free_port())
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise ConfigError(
+            f"{size} MPI ranks need mpi4py to agree on an address; install it, or set MASTER_ADDR and MASTER_PORT"
+        ) from error
+    world = MPI.COMM_WORLD
+    if world.Get_size() != size:
+        raise ConfigError(f"mpi4py sees {world.Get_size()} ranks, the launcher started {size}; both must use one MPI")
+    address, port = world.bcast((socket.gethostname(), _free_port()) if rank == 0 else None)
+    if local is None:
+        local = str(world.Split_type(MPI.COMM_TYPE_SHARED).Get_rank())
+    return RankInfo(rank, size, int(local), address, port)
+
+
+def initialize(
+    parallel: ParallelConfig, device: Device, seed: int, timeout_s: float = 600, info: RankInfo | None = None
+) -> RankInfo:
+    """Join the world and build Megatron-Core's groups and random states for ``parallel``.
+
+    Every rank calls it once, before any model is built. On CPUs it installs the shim.
+
+    Args:
+        seed: of the model-parallel random states.
+        timeout_s: seconds a collective may wait for a missing rank.
+        info: this rank's place; None: :func:`bootstrap`.
+
+    Raises:
+        ConfigError: the world is not of the size that ``parallel`` says.
+    """
+    info = info or bootstrap()
+    if info.world_size != parallel.world_size:
+        raise ConfigError(
+            f"parallel.world_size={parallel.world_size}, but the launcher started {info.world_size} ranks; change one"
+        )
+    prepare_process(device)
+    from megatron.core import parallel_state, tensor_parallel
+
+    if device.kind == "cpu":
+        from megatron_fr.trainer import cpu_shim
+
+        cpu_shim.install()
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(
+            device.collective_backend,
+            init_method=f"tcp://{info.master_addr}:{info.master_port}",
+            rank=info.rank,
+            world_size=info.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return info
+
+
+def shutdown() -> None:
+    """Forget the model-parallel groups and leave the world; does nothing when there is none."""
+    if "megatron.core.parallel_state" in sys.modules:
+        sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,279 @@
+"""The policy as a Megatron-Core GPT model, from its Hugging Face configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_fr.bridge.dims import Dims
+from megatron_fr.bridge.folder import read_hf_config
+from megatron_fr.bridge.load import load_hf_weights
+from megatron_fr.bridge.registry import family_of, is_tied
+from megatron_fr.config import RunConfig
+from megatron_fr.config.sections import ParallelConfig
+from megatron_fr.device import Device
+from megatron_fr.errors import ConfigError, ModelError
+
+__all__ = [
+    "build_model",
+    "build_transformer_config",
+    "load_hf_weights",
+    "read_hf_config",
+    "torch_dtype",
+    "uses_sequence_parallel",
+    "valid_vocab_rows",
+]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """``model.dtype`` as torch knows it."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def uses_sequence_parallel(hf_config: Any, parallel: ParallelConfig) -> bool:
+    """Resolve ``parallel.sequence_parallel``; None means on when TP > 1 and the model has experts.
+
+    Raises:
+        ConfigError: off with TP > 1 and experts, which Megatron-Core cannot train.
+    """
+    moe = family_of(hf_config).moe
+    setting = parallel.sequence_parallel
+    if setting is None:
+        return parallel.tensor > 1 and moe
+    if not setting and parallel.tensor > 1 and moe:
+        raise ConfigError(
+            f"parallel.sequence_parallel=false with parallel.tensor={parallel.tensor}: Megatron-Core trains experts "
+            "under tensor parallelism only with it; leave it out"
+        )
+    return setting and parallel.tensor > 1
+
+
+def valid_vocab_rows(hf_config: Any, tp_rank: int, tp_size: int) -> int:
+    """How many of this TP rank's logits belong to real tokens; the ones after them are padding.
+
+    The vocabulary is padded to a multiple of the TP size; rank ``r`` holds ids ``r * n`` to ``(r + 1) * n - 1`` with
+    ``n = padded / tp_size``. Logits ``[..., valid:]`` must be set to ``-inf`` before any softmax.
+    """
+    dims = Dims.from_hf(hf_config)
+    rows = dims.padded_vocab(tp_size) // tp_size
+    return max(0, min(rows, dims.vocab - tp_rank * rows))
+
+
+def build_transformer_config(
+    hf_config: Any,
+    parallel: ParallelConfig,
+    device: Device,
+    *,
+    dtype: torch.dtype,
+    transformer_impl: str = "local",
+    recompute: bool = False,
+    routing_replay: bool = False,
+) -> Any:
+    """Megatron-Core's ``TransformerConfig`` for a Hugging Face model.
+
+    Args:
+        dtype: of parameters and activations.
+        transformer_impl: ``te`` or ``local``, see :meth:`megatron_fr.device.Device.transformer_impl`.
+        recompute: recompute every layer's activations in the backward pass.
+        routing_replay: build routers that can replay experts.
+
+    Raises:
+        ModelError: the model has a feature that is not supported.
+        ConfigError: the model cannot be split as ``parallel`` says.
+    """
+    from megatron.core.transformer import TransformerConfig
+
+    family, dims = family_of(hf_config), Dims.from_hf(hf_config)
+    _check_model(hf_config)
+    _check_split(dims, parallel, transformer_impl)
+    moe: dict[str, Any] = {}
+    if family.moe:
+        moe = {
+            "num_moe_experts": dims.experts,
+            "moe_ffn_hidden_size": dims.moe_ffn,
+            "moe_router_topk": dims.top_k,
+            # Softmax over the chosen logits equals softmax over all, renormalised over the chosen.
+            "moe_router_pre_softmax": not hf_config.norm_topk_prob,
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_grouped_gemm": transformer_impl == "te",
+            "moe_enable_routing_replay": routing_replay,
+        }
+    return TransformerConfig(
+        num_layers=dims.layers,
+        hidden_size=dims.hidden,
+        num_attention_heads=dims.heads,
+        num_query_groups=dims.kv_heads,
+        kv_channels=dims.head_dim,
+        ffn_hidden_size=dims.ffn,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf_config.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=family.qkv_bias,
+        qk_layernorm=family.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        sequence_parallel=uses_sequence_parallel(hf_config, parallel),
+        moe_token_dispatcher_type="alltoall",  # the only one that takes variable lengths, also for dense models
+        variable_seq_lengths=True,  # micro-batches are as long as their longest trajectory
+        deallocate_pipeline_outputs=device.kind == "cuda",
+        calculate_per_token_loss=False,
+        gradient_accumulation_fusion=False,  # needs kernels of Apex that a plain install lacks
+        bias_activation_fusion=device.kind == "cuda",
+        bias_dropout_fusion=device.kind == "cuda",
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        perform_initialization=False,  # every parameter is loaded, and the loader checks that
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
+        **moe,
+    )
+
+
+def build_model(
+    hf_config: Any, run_config: RunConfig, device: Device, *, routing_replay: bool | None = None
+) -> list[torch.nn.Module]:
+    """This rank's part of the model, on its device, weights not set: call :func:`load_hf_weights` next.
+
+    The forward takes ``input_ids`` and ``position_ids`` int64 ``[batch, sequence]`` and ``attention_mask`` None
+    (causal; right-padded batches need no mask), and gives vocabulary-parallel logits
+    ``[batch, sequence, padded_vocab / TP]`` on the last pipeline stage. Under sequence parallelism the sequence
+    length must be a multiple of the TP size.
+
+    Args:
+        routing_replay: None: as ``train.routing_replay`` says, for models with experts.
+
+    Returns:
+        One chunk; a list, as Megatron-Core's schedules and wrappers take one.
+
+    Raises:
+        ModelError, ConfigError: see :func:`build_transformer_config`.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    implementation = device.transformer_impl(run_config.model.transformer_impl)
+    dims = Dims.from_hf(hf_config)
+    if routing_replay is None:
+        routing_replay = run_config.train.routing_replay == "rollout"
+    config = build_transformer_config(
+        hf_config,
+        run_config.parallel,
+        device,
+        dtype=torch_dtype(run_config.model.dtype),
+        transformer_impl=implementation,
+        recompute=run_config.train.recompute == "full",
+        routing_replay=routing_replay and family_of(hf_config).moe,
+    )
+    model = GPTModel(
+        config,
+        _block_spec(config, implementation),
+        vocab_size=dims.padded_vocab(run_config.parallel.tensor),
+        max_sequence_length=hf_config.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=True,
+        share_embeddings_and_output_weights=is_tied(hf_config),
+        position_embedding_type="rope",
+        rotary_base=_rope_theta(hf_config),
+    )
+    return [model.to(device.torch_device)]
+
+
+def _block_spec(config: Any, implementation: str) -> Any:
+    """The one place that chooses between Transformer Engine's layers and Megatron-Core's own."""
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+
+    if implementation == "te":
+        return specs.get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+        )
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+    from megatron_fr.trainer.norm import RMSNorm
+
+    layer = specs.get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    if config.qk_layernorm:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+
+
+def _rope_theta(hf_config: Any) -> float:
+    parameters = getattr(hf_config, "rope_parameters", None) or {}
+    return float(parameters["rope_theta"])
+
+
+def _check_model(hf_config: Any) -> None:
+    family, name = family_of(hf_config), hf_config.model_type
+
+    def refuse(field: str, value: Any, supported: str) -> ModelError:
+        return ModelError(f"model of type {name}: {field}={value!r} is not supported; only {supported} is")
+
+    rope = getattr(hf_config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") != "default":
+        raise refuse("rope_parameters.rope_type", rope["rope_type"], "'default' (no scaling)")
+    if "rope_theta" not in rope:
+        raise refuse("rope_parameters", rope, "one with rope_theta")
+    if hf_config.hidden_act != "silu":
+        raise refuse("hidden_act", hf_config.hidden_act, "'silu'")
+    if getattr(hf_config, "attention_bias", False):
+        raise refuse("attention_bias", True, "false")
+    if getattr(hf_config, "use_sliding_window", False):
+        raise refuse("use_sliding_window", True, "false")
+    if family.moe and (hf_config.mlp_only_layers or hf_config.decoder_sparse_step != 1):
+        raise refuse(
+            "mlp_only_layers, decoder_sparse_step",
+            (hf_config.mlp_only_layers, hf_config.decoder_sparse_step),
+            "[], 1 (experts in every layer)",
+        )
+
+
+def _check_split(dims: Dims, parallel: ParallelConfig, transformer_impl: str) -> None:
+    """Raise ConfigError when the sizes do not divide."""
+    parts = [
+        ("parallel.tensor", parallel.tensor, "KV heads", dims.kv_heads),
+        ("parallel.tensor", parallel.tensor, "query heads", dims.heads),
+        ("parallel.pipeline", parallel.pipeline, "layers", dims.layers),
+    ]
+    if dims.experts:
+        parts.append(("parallel.expert", parallel.expert, "experts", dims.experts))
+        parts.append(("parallel.expert_tensor", parallel.expert_tensor, "expert MLP width", dims.moe_ffn))
+    else:
+        parts.append(("parallel.tensor", parallel.tensor, "MLP width", dims.ffn))
+        if parallel.expert * parallel.expert_tensor > 1:
+            raise ConfigError(
+                f"parallel.expert={parallel.expert}, parallel.expert_tensor={parallel.expert_tensor}: "
+                "the model has no experts; set both to 1"
+            )
+    for field, size, what, whole in parts:
+        if whole % size:
+            raise ConfigError(f"{field}={size} does not divide the model's {what} ({whole}); choose a divisor")
+    if parallel.context > 1 and transformer_impl == "local":
+        raise ConfigError(
+            f"parallel.context={parallel.context}: Megatron-Core's local attention has no context parallelism; "
+            "set parallel.context=1, or run on GPUs with Transformer Engine"
+        )

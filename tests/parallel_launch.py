@@ -1,0 +1,105 @@
+"""Run a function on several ranks, each in its own process, and collect what they return.
+
+A test calls ``run_ranks(function, world_size, **kwargs)`` with a module-level function of any test file. The function
+runs with torchrun's variables set; its return value comes back through ``torch.save``. All ranks are ended when one
+fails or the time is up, and the failing rank's output becomes the test's error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *, timeout_s: float = 240, **kwargs: Any) -> list[Any]:
+    """Call ``function(**kwargs)`` on ``world_size`` CPU ranks and return their answers in rank order."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "call").write_bytes(
+            pickle.dumps((sys.modules[function.__module__].__file__, function.__qualname__, kwargs))
+        )
+        port = free_port()
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(world_size):
+                environ = os.environ | {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(world_size),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+                    "OMP_NUM_THREADS": "1",
+                    "CUDA_VISIBLE_DEVICES": "",
+                    "PYTHONWARNINGS": "ignore",
+                }
+                command = [sys.executable, str(Path(__file__).resolve()), str(folder)]
+                with (folder / f"log{rank}").open("wb") as log:
+                    ranks.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True))
+            _wait(ranks, folder, timeout_s)
+        finally:
+            for process in ranks:
+                if process.poll() is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        import torch
+
+        return [torch.load(folder / f"answer{rank}", weights_only=False) for rank in range(world_size)]
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], folder: Path, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while any(process.poll() is None for process in ranks):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"ranks still running after {timeout_s} s\n" + _logs(folder, range(len(ranks))))
+        if any(process.poll() for process in ranks):
+            break
+        time.sleep(0.05)
+    if failed := [rank for rank, process in enumerate(ranks) if process.poll()]:
+        raise AssertionError(f"ranks {failed} failed\n" + _logs(folder, failed))
+
+
+def _logs(folder: Path, ranks: Any) -> str:
+    return "\n".join(f"--- rank {r} ---\n{(folder / f'log{r}').read_text(errors='replace')[-6000:]}" for r in ranks)
+
+
+def _main(folder: Path) -> None:
+    path, qualname, kwargs = pickle.loads((folder / "call").read_bytes())
+    sys.path.insert(0, str(Path(path).parent))
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    import torch
+
+    torch.set_num_threads(1)
+    answer = getattr(module, qualname)(**kwargs)
+    rank = os.environ["RANK"]
+    torch.save(answer, folder / f"answer{rank}")
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))
