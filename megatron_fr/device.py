@@ -79,4 +79,4 @@ def prepare_process(device: Device) -> None:
     # Megatron-Core wraps small functions in torch.compile; on a CPU the compile time is all one gets.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if "torch._dynamo.config" in sys.modules:  # imported earlier, so the variable comes too late
-        sys.modules["torch._dynamo.config"].disable = True
+        setattr(sys.modules["torch._dynamo.config"], "disable", True)  # noqa: B010

@@ -35,7 +35,7 @@ class Placement:
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     """The GPT model inside wrappers such as ``DistributedDataParallel``."""
     while isinstance(getattr(module, "module", None), torch.nn.Module):
-        module = module.module  # type: ignore[assignment]
+        module = module.module
     return module
 
 
@@ -45,7 +45,7 @@ def placement(chunks: Sequence[torch.nn.Module]) -> Placement:
 
     models = [unwrap(chunk) for chunk in chunks]
     return Placement(
-        layers=frozenset(layer.layer_number - 1 for model in models for layer in model.decoder.layers),  # type: ignore
+        layers=frozenset(layer.layer_number - 1 for model in models for layer in model.decoder.layers),
         experts=_local_experts(models),
         has_embedding=any(model.pre_process for model in models),
         has_head=any(model.post_process for model in models),
@@ -78,14 +78,14 @@ def _whole_name(name: str, layers: Sequence[torch.nn.Module], first_expert: int)
         if name.endswith(fused):
             name = name.removesuffix(fused) + plain
     name = _GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\2.\1.weight", name)
-    name = _LAYER.sub(lambda m: f"decoder.layers.{layers[int(m[1])].layer_number - 1}.", name)  # type: ignore
+    name = _LAYER.sub(lambda m: f"decoder.layers.{layers[int(m[1])].layer_number - 1}.", name)
     return _LOCAL_EXPERT.sub(lambda m: f".mlp.experts.local_experts.{int(m[1]) + first_expert}.", name)
 
 
 def _local_experts(models: Sequence[torch.nn.Module]) -> range:
     from megatron.core import parallel_state
 
-    experts = models[0].config.num_moe_experts or 0  # type: ignore[union-attr]
+    experts = models[0].config.num_moe_experts or 0
     each = experts // parallel_state.get_expert_model_parallel_world_size()
     start = parallel_state.get_expert_model_parallel_rank() * each
     return range(start, start + each)

@@ -22,7 +22,6 @@ __all__ = [
     "read_hf_config",
     "torch_dtype",
     "uses_sequence_parallel",
-    "valid_vocab_rows",
 ]
 
 
@@ -47,17 +46,6 @@ def uses_sequence_parallel(hf_config: Any, parallel: ParallelConfig) -> bool:
             "under tensor parallelism only with it; leave it out"
         )
     return setting and parallel.tensor > 1
-
-
-def valid_vocab_rows(hf_config: Any, tp_rank: int, tp_size: int) -> int:
-    """How many of this TP rank's logits belong to real tokens; the ones after them are padding.
-
-    The vocabulary is padded to a multiple of the TP size; rank ``r`` holds ids ``r * n`` to ``(r + 1) * n - 1`` with
-    ``n = padded / tp_size``. Logits ``[..., valid:]`` must be set to ``-inf`` before any softmax.
-    """
-    dims = Dims.from_hf(hf_config)
-    rows = dims.padded_vocab(tp_size) // tp_size
-    return max(0, min(rows, dims.vocab - tp_rank * rows))
 
 
 def build_transformer_config(
@@ -152,7 +140,8 @@ def build_model(
 
     The forward takes ``input_ids`` and ``position_ids`` int64 ``[batch, sequence]`` and ``attention_mask`` None
     (causal; right-padded batches need no mask), and gives vocabulary-parallel logits
-    ``[batch, sequence, padded_vocab / TP]`` on the last pipeline stage. Under sequence parallelism the sequence
+    ``[batch, sequence, padded_vocab / TP]`` on the last pipeline stage; columns of ids from ``vocab_size`` on are padding
+    (the vocabulary is padded to a multiple of TP) and must take no part in a softmax. Under sequence parallelism the sequence
     length must be a multiple of the TP size.
 
     Args:
