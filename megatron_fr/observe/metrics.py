@@ -1,0 +1,153 @@
+"""The record of a run: one JSON object an update in ``metrics.jsonl``, the same numbers in TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, SupportsFloat
+
+from torch.utils.tensorboard import SummaryWriter
+
+from megatron_fr.errors import MegatronFRError
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+
+#: Key of the count of this row's non-finite values, which JSON cannot hold and are written as null.
+NON_FINITE = "metrics/non_finite"
+
+Row = dict[str, float | int | bool | None]
+
+
+class MetricsWriter:
+    """Appends to the record of a run; opening the folder of an earlier run goes on where it stopped.
+
+    Args:
+        output_dir: the run's folder, made when missing.
+
+    Raises:
+        MegatronFRError: the folder cannot be written to.
+    """
+
+    def __init__(self, output_dir: str | Path) -> None:
+        folder = Path(output_dir)
+        self.path = folder / METRICS_FILE
+        self.non_finite = 0  #: non-finite values since opening
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _drop_partial_line(self.path)
+            # unbuffered: after a failed write nothing is pending that would fail again on closing
+            self._file = self.path.open("ab", buffering=0)
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+        self._board = SummaryWriter(str(folder / TENSORBOARD_FOLDER))
+
+    def write(self, metrics: Mapping[str, SupportsFloat]) -> Row:
+        """Append one row; it is on disk when this returns.
+
+        Args:
+            metrics: numbers by name, ``update`` among them; Python, numpy or one-element torch numbers.
+
+        Returns:
+            The row as written.
+
+        Raises:
+            MegatronFRError: the disk is full or gone.
+            KeyError: ``update`` is missing.
+        """
+        step = int(float(metrics["update"]))
+        row: Row = {name: _plain(value) for name, value in metrics.items()}
+        bad = sum(value is None for value in row.values())
+        row[NON_FINITE] = bad
+        self.non_finite += bad
+        line = memoryview((json.dumps(row, allow_nan=False) + "\n").encode())
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+        for name, value in row.items():
+            if value is not None and name != "update":
+                self._board.add_scalar(name, float(value), step)
+        self._board.flush()
+        return row
+
+    def close(self) -> None:
+        """Close both files."""
+        self._file.close()
+        self._board.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: str | Path) -> list[Row]:
+    """The rows of a record, one an update, in order.
+
+    A resumed run repeats the updates since its checkpoint: what it repeats replaces what was written first. Rows
+    of the same update in succession (an evaluation beside its update) are merged.
+
+    Raises:
+        MegatronFRError: the file is missing, holds no row, or a line is damaged (its number is named).
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise MegatronFRError(f"metrics {path}: {error.strerror}; give the folder of a run") from error
+    rows: list[Row] = []
+    lines = text.split("\n")
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is cut off mid-write
+        try:
+            row = json.loads(line)
+            update = row["update"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise MegatronFRError(f"metrics {path}, line {number} is damaged: {error!r}; delete that line") from error
+        while rows and _update(rows[-1]) > update:
+            rows.pop()
+        if rows and _update(rows[-1]) == update:
+            rows[-1] = {**rows[-1], **row}
+        else:
+            rows.append(row)
+    if not rows:
+        raise MegatronFRError(f"metrics {path} holds no update yet")
+    return rows
+
+
+def series(rows: list[Row], name: str) -> tuple[list[int], list[float]]:
+    """Updates and values of one metric, where it was recorded and finite."""
+    points = [(_update(row), value) for row in rows if (value := row.get(name)) is not None]
+    return [update for update, _ in points], [float(value) for _, value in points]
+
+
+def _update(row: Row) -> int:
+    return int(row["update"] or 0)
+
+
+def _plain(value: Any) -> float | int | bool | None:
+    if isinstance(value, bool | int):
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _drop_partial_line(path: Path) -> None:
+    """Cut off a line that a killed process left unfinished, so that the next one starts at its beginning."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    end = content.rfind(b"\n") + 1
+    if end != len(content):
+        with path.open("r+b") as file:
+            file.truncate(end)
+
+
+def _unwritable(path: Path, error: OSError) -> MegatronFRError:
+    return MegatronFRError(f"cannot write {path}: {error.strerror}; free space or set output to another folder")

@@ -1,0 +1,124 @@
+"""What became of a run, in words: ``megatron-fr report RUN_DIR``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_fr.observe.metrics import METRICS_FILE, Row, read_metrics, series
+from megatron_fr.observe.plot import plot_run
+from megatron_fr.observe.progress import duration
+
+PICTURE = "run.png"
+
+_WIDTH = 22
+
+#: Entries of a run's folder that a reader may look for, and what they are.
+_RESULTS = (
+    (PICTURE, "the run in one picture"),
+    (METRICS_FILE, "every metric of every update"),
+    ("tensorboard", "the same for TensorBoard"),
+    ("config.yaml", "the configuration as resolved"),
+    ("checkpoints", "models as Hugging Face folders"),
+    ("final", "the trained model, a Hugging Face folder"),
+    ("logs", "output of engines and trainer ranks"),
+    ("trajectories", "dumped trajectories"),
+)
+
+
+def report_run(run_dir: str | Path) -> str:
+    """Summarise a finished or running run, and redraw its picture.
+
+    Args:
+        run_dir: the folder given as ``output``.
+
+    Returns:
+        The text to print, without a final newline.
+
+    Raises:
+        MegatronFRError: the folder holds no readable record.
+    """
+    folder = Path(run_dir)
+    rows = read_metrics(folder / METRICS_FILE)
+    plot_run(folder / METRICS_FILE, folder / PICTURE)
+    lines = [f"Run {folder.resolve().name}: {_extent(rows)}", ""]
+    lines += [f"  {name:<{_WIDTH}}{text}" for name, text in _facts(rows) if text]
+    lines += ["", f"Results in {folder.resolve()}:"]
+    lines += [f"  {name:<{_WIDTH}}{what}" for name, what in _RESULTS if (folder / name).exists()]
+    return "\n".join(lines)
+
+
+def _extent(rows: list[Row]) -> str:
+    trained = [row for row in rows if row.get("reward/mean") is not None or row.get("train/stepped") is not None]
+    text = f"{len(trained)} updates"
+    skipped = sum(not row["train/stepped"] for row in trained if row.get("train/stepped") is not None)
+    if skipped:
+        text += f", {skipped} of them without signal and without a step"
+    seconds = sum(series(rows, "time/update")[1])
+    return f"{text}, {duration(seconds)} of training" if seconds else text
+
+
+def _facts(rows: list[Row]) -> list[tuple[str, str]]:
+    updates, held_out = series(rows, "eval/reward")
+    best = max(range(len(held_out)), key=held_out.__getitem__) if held_out else 0
+    return [
+        ("held-out reward", _start_end(rows, "eval/reward", "{:.3f}", window=1)),
+        ("best held-out reward", f"{held_out[best]:.3f} at update {updates[best]}" if held_out else "not evaluated"),
+        ("training reward", _start_end(rows, "reward/mean", "{:.3f}")),
+        ("held-out tool calls", _start_end(rows, "eval/tool_calls", "{:.2f}", window=1)),
+        ("training tool calls", _start_end(rows, "tools/calls", "{:.2f}")),
+        ("truncated", _start_end(rows, "trajectory/truncated", "{:.1%}")),
+        ("entropy", _start_end(rows, "policy/entropy", "{:.3f}")),
+        ("policy lag", _mean_and_max(rows, "lag/mean", "lag/max", "{:.2f}", "{:.0f}")),
+        ("admitted", _mean(rows, "policy/admitted", "{:.2%}")),
+        ("sequence KL", _mean_and_max(rows, "policy/kl_mean", "policy/kl_max", "{:.1e}", "{:.1e}")),
+        ("log-prob. difference", _mean(rows, "policy/logprob_diff", "{:.1e}")),
+        ("  right after a sync", _mean(rows, "sync/probe_logprob_diff", "{:.1e}")),
+        ("tokens a second", _throughput(rows)),
+        ("time split", _time_split(rows)),
+        ("non-finite values", _non_finite(rows)),
+    ]
+
+
+def _start_end(rows: list[Row], name: str, pattern: str, window: int | None = None) -> str:
+    """First against last; ``window`` values each (default a tenth of the run), so that noise is averaged out."""
+    _, values = series(rows, name)
+    if not values:
+        return ""
+    size = window or max(1, len(values) // 10)
+    first, last = sum(values[:size]) / size, sum(values[-size:]) / size
+    text = f"{pattern.format(first)} at the start, {pattern.format(last)} at the end"
+    return text if len(values) > 1 else pattern.format(first)
+
+
+def _mean(rows: list[Row], name: str, pattern: str) -> str:
+    _, values = series(rows, name)
+    return f"{pattern.format(sum(values) / len(values))} on average" if values else ""
+
+
+def _mean_and_max(rows: list[Row], mean: str, largest: str, mean_pattern: str, max_pattern: str) -> str:
+    text = _mean(rows, mean, mean_pattern)
+    _, values = series(rows, largest)
+    return f"{text}, largest {max_pattern.format(max(values))}" if text and values else text
+
+
+def _throughput(rows: list[Row]) -> str:
+    parts = []
+    for name, what in (("rollout/tokens_per_s", "generated"), ("train/tokens_per_s", "trained")):
+        _, values = series(rows, name)
+        if values:
+            parts.append(f"{sum(values) / len(values):,.0f} {what}")
+    return ", ".join(parts)
+
+
+def _time_split(rows: list[Row]) -> str:
+    whole = sum(series(rows, "time/update")[1])
+    if not whole:
+        return ""
+    names = ("wait", "forward_backward", "optimizer", "sync")
+    shares = [(name.replace("_", " and "), sum(series(rows, f"time/{name}")[1]) / whole) for name in names]
+    return ", ".join(f"{name} {share:.0%}" for name, share in shares)
+
+
+def _non_finite(rows: list[Row]) -> str:
+    total = sum(series(rows, "metrics/non_finite")[1])
+    return f"{total:.0f} recorded as null" if total else ""

@@ -1,0 +1,91 @@
+"""The live line and the alarms."""
+
+import io
+
+import pytest
+
+from megatron_fr.observe.alarms import WINDOW, Alarms
+from megatron_fr.observe.progress import Progress, duration
+
+ROW = {
+    "update": 3, "reward/mean": 0.4123, "tools/calls": 1.256, "lag/mean": 1.25, "lag/max": 4, "policy/admitted": 0.984,
+    "policy/kl_mean": 3.2e-5, "policy/logprob_diff": 0.0021, "rollout/tokens_per_s": 1234.0,
+    "train/tokens_per_s": 2.5e6, "time/update": 4.21, "train/stepped": True,
+}  # fmt: skip
+
+
+def test_the_line_says_everything_in_plain_text():
+    assert Progress(120).line(ROW) == (
+        "update   3/120 | reward 0.412 | tool calls 1.26 | lag 1.2 (max 4) | admitted 98.4% | KL 3.2e-05 | "
+        "logprob diff 2.1e-03 | tokens/s 1.2k generated, 2.5M trained | 4.2 s | - left"
+    )
+
+
+def test_missing_and_null_metrics_show_as_a_dash_and_special_updates_say_so():
+    line = Progress(9).line({"update": 1, "reward/mean": None, "train/stepped": False, "eval/reward": 0.5})
+    assert "reward - | tool calls - | lag - (max -)" in line
+    assert line.endswith("no signal, no step | held-out reward 0.500")
+
+
+def test_the_time_left_follows_this_process_also_after_a_resume():
+    now = [1000.0]
+    progress = Progress(50, clock=lambda: now[0])
+    assert "- left" in progress.line({**ROW, "update": 41})
+    now[0] += 20
+    assert "3 min left" in progress.line({**ROW, "update": 42})  # 20 s for 1 update, 8 to go
+    now[0] += 10
+    assert "2 min left" in progress.line({**ROW, "update": 43})
+    now[0] += 90
+    assert "4 min left" in progress.line({**ROW, "update": 44})  # 120 s for 3 updates, 6 to go
+    assert "0 s left" in progress.line({**ROW, "update": 50})
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (99, "99 s"), (150, "2 min"), (5940, "99 min"), (11100, "3 h 05 min"), (187200, "2 d 4 h")],
+)
+def test_durations_are_readable(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_lines_are_printed_one_an_update_with_alarms_below():
+    stream = io.StringIO()
+    progress = Progress(20, stream)
+    for update in range(1, 21):
+        progress.update({**ROW, "update": update, "tools/calls": 2.0 if update <= 10 else 0.1})
+    lines = stream.getvalue().splitlines()
+    assert sum(line.startswith("update ") for line in lines) == 20
+    alarms = [line for line in lines if line.startswith("  !")]
+    assert alarms == ["  ! tool calls fell to 0.48 a trajectory from 2.00"]
+    assert "\r" not in stream.getvalue()
+    assert "\x1b" not in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("metric", "good", "bad", "message"),
+    [
+        ("policy/entropy", 1.0, 0.01, "stops exploring"),
+        ("policy/logprob_diff", 0.004, 0.2, "drift apart"),
+        ("policy/admitted", 0.99, 0.2, "of the trajectories pass"),
+        ("trajectory/truncated", 0.1, 0.8, "are cut off"),
+        ("tools/calls", 3.0, 0.0, "tool calls fell"),
+    ],
+)
+def test_an_alarm_speaks_once_when_its_metric_goes_bad_and_again_after_recovery(metric, good, bad, message):
+    alarms = Alarms()
+
+    def phase(value):
+        return [m for _ in range(2 * WINDOW) for m in alarms.check({metric: value})]
+
+    assert phase(good) == []
+    assert [message in m for m in phase(bad)] == [True]
+    assert phase(good) == []
+    assert len(phase(bad)) == 1
+    assert alarms.check({metric: None}) == []
+
+
+def test_one_odd_batch_and_tasks_without_tools_raise_no_alarm():
+    alarms = Alarms()
+    values = [2.0, 2.0, 2.0, 2.0, 2.0, 0.0, 2.0, 2.0]
+    assert [m for v in values for m in alarms.check({"tools/calls": v})] == []
+    assert [m for _ in range(20) for m in Alarms().check({"tools/calls": 0.0})] == []
