@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -77,10 +76,11 @@ def test_a_row_without_its_update_is_a_programming_error(tmp_path):
 def test_a_full_disk_is_one_clear_error_and_closing_raises_no_second_one(tmp_path):
     writer = MetricsWriter(tmp_path)
     writer._file.close()
-    writer._file = Path("/dev/full").open("wb", buffering=0)
-    with pytest.raises(MegatronFRError, match=r"No space left.*free space or set output"):
-        writer.write({"update": 1})
-    writer.close()
+    with open("/dev/full", "wb", buffering=0) as full:
+        writer._file = full
+        with pytest.raises(MegatronFRError, match=r"No space left.*free space or set output"):
+            writer.write({"update": 1})
+        writer.close()
 
 
 def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path):
