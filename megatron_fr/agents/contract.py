@@ -39,7 +39,10 @@ class TokenSession(Protocol):
         """How many tokens the policy may still sample, by the trajectory's and the context's limits."""
 
     def observe(self, token_ids: Sequence[int]) -> None:
-        """Append tokens that the policy did not sample."""
+        """Append tokens that the policy did not sample.
+
+        What no longer fits the context is dropped; no token can be sampled after it.
+        """
 
     async def generate(self, *, stop_token_ids: Sequence[int], max_tokens: int | None = None) -> Generation:
         """Sample one turn after the tokens so far and append it.

@@ -1,0 +1,126 @@
+"""Token-level chat: what a chat template puts around the turns that the engine samples.
+
+Turns that the policy sampled are never rendered or tokenised again. Only the text between two of them is: it is cut
+out of a dummy conversation rendered by the template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_fr.errors import ModelError
+
+# Words that no template treats specially; they mark places in the rendered dummy conversation.
+_USER, _ASSISTANT, _TOOL = "userplaceholder", "assistantplaceholder", "toolplaceholder"
+
+
+class Chat:
+    """Renders prompts and observations for one tokenizer and one set of tools.
+
+    Attributes:
+        stop_token_ids: what ends a turn: the tokenizer's and the generation configuration's end tokens, and the
+            token with which the template closes an assistant turn.
+
+    Raises:
+        ModelError: the tokenizer has no chat template, or one that cannot show tool responses or has no end of turn.
+    """
+
+    def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._tools = [dict(tool) for tool in tools]
+        self._name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+        if not getattr(tokenizer, "chat_template", None):
+            raise ModelError(
+                f"model.path={self._name!r}: its tokenizer has no chat template; add chat_template.jinja to the folder"
+            )
+        self._special = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+        stops = _end_tokens(tokenizer)
+        end_ids = self._encode(self._after_assistant([], generation_prompt=False))
+        if end_ids and end_ids[0] in tokenizer.added_tokens_decoder:
+            stops.append(end_ids[0])
+        if not stops:
+            raise ModelError(
+                f"model.path={self._name!r}: neither the tokenizer nor generation_config.json names an end token "
+                "(eos_token_id); add one"
+            )
+        self.stop_token_ids = tuple(dict.fromkeys(stops))
+        if self._tools and _TOOL not in self._after_assistant([_TOOL], generation_prompt=True):
+            raise ModelError(
+                f"model.path={self._name!r}: its chat template does not show messages of role 'tool'; "
+                "use a template that does, or an agent without tools"
+            )
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The tokens before the first assistant turn, tools and generation prompt included."""
+        return self._encode(self._render(messages, generation_prompt=True))
+
+    def observation(self, responses: Sequence[str]) -> list[int]:
+        """The tokens between an assistant turn that a stop token ended and the next turn.
+
+        They hold whatever the template puts after the stop token, the tool responses, and the generation prompt.
+        Special tokens that a response spells out are broken up, so that tool output cannot forge a turn.
+        """
+        text = self._after_assistant([self.defuse(r) for r in responses], generation_prompt=True)
+        ids = self._encode(text)
+        return ids[1:] if ids and ids[0] in self.stop_token_ids else ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a sampled turn, without the stop token that ended it."""
+        kept = token_ids[:-1] if token_ids and token_ids[-1] in self.stop_token_ids else token_ids
+        return str(self._tokenizer.decode(list(kept), skip_special_tokens=False))
+
+    def defuse(self, text: str) -> str:
+        """``text`` with a space inside everything that would become a special token."""
+        for token in self._special:
+            if len(token) > 1 and token in text:
+                text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text
+
+    def _after_assistant(self, responses: Sequence[str], *, generation_prompt: bool) -> str:
+        """What a rendered conversation holds after an assistant's text."""
+        messages = [
+            {"role": "user", "content": _USER},
+            {"role": "assistant", "content": _ASSISTANT},
+            *({"role": "tool", "content": response} for response in responses),
+        ]
+        _, found, after = self._render(messages, generation_prompt=generation_prompt).partition(_ASSISTANT)
+        if not found:
+            raise ModelError(f"model.path={self._name!r}: its chat template does not show an assistant's text")
+        return after
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool) -> str:
+        import jinja2
+
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tools=self._tools or None,
+                    add_generation_prompt=generation_prompt,
+                    tokenize=False,
+                )
+            )
+        except jinja2.TemplateError as error:
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise ModelError(
+                f"model.path={self._name!r}: its chat template refuses a conversation of {roles}: {error}"
+            ) from error
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _end_tokens(tokenizer: Any) -> list[int]:
+    """End tokens named by ``generation_config.json`` beside the tokenizer, and the tokenizer's own."""
+    ids: list[int] = []
+    folder = Path(getattr(tokenizer, "name_or_path", "") or "")
+    if (folder / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        ends = GenerationConfig.from_pretrained(str(folder)).eos_token_id
+        ids += ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    return ids

@@ -1,0 +1,341 @@
+"""Runs untrusted code and reward functions in short-lived children of a small process that forks one per call.
+
+Starting an interpreter costs 20 ms of a core, a fork one or two. The forking process (the zygote) lives in
+``megatron_fr/agents/zygote`` and imports the standard library only; a call that crashes, hangs or misbehaves ends as a
+result that says so. If the zygote itself dies, calls in flight get such a result too and the next call starts another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_fr.config import ToolLimits
+from megatron_fr.errors import ToolError
+
+_ZYGOTE = Path(__file__).with_name("zygote")
+_START_TIMEOUT_S = 30.0
+_GRACE_S = 30.0  # how much later than a call's time limit its report may come
+_LOST = "the sandbox process died during this call"
+
+
+@dataclass(frozen=True)
+class CodeResult:
+    """How one piece of code went.
+
+    Attributes:
+        output: standard output and error, interleaved; at most ``output_chars`` characters and a note.
+        error: the reason of a failure in one line, or None.
+        timed_out: whether it was ended by the wall-time limit.
+        seconds: wall time, queueing included.
+    """
+
+    output: str
+    error: str | None
+    timed_out: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """How one function call went: ``value`` when ``error`` is None; ``output`` is what it printed."""
+
+    value: Any
+    error: str | None
+    timed_out: bool
+    output: str
+
+
+class ForkServer:
+    """One zygote and the calls that run in its children. Use it from one event loop.
+
+    Args:
+        isolate: cut calls off from network, files, other processes and privileges (for untrusted code). Without it,
+            calls see the environment, working directory and ``sys.path`` of this process (for reward functions).
+        require_network_isolation: with ``isolate``, refuse to start where the network cannot be cut off.
+        max_parallel: calls running at a time; further ones wait outside their time limit. None: 8 a core.
+    """
+
+    def __init__(
+        self, *, isolate: bool, require_network_isolation: bool = False, max_parallel: int | None = None
+    ) -> None:
+        self._isolate = isolate
+        self._require_network = isolate and require_network_isolation
+        self._slots = asyncio.Semaphore(max_parallel or 8 * (os.cpu_count() or 1))
+        self._starting = asyncio.Lock()
+        self._ids = itertools.count()
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reader_task: asyncio.Task[None] | None = None
+        self._scratch: str | None = None
+        self._imported: list[str] = []
+        self._stopped = False
+        self.isolation: frozenset[str] = frozenset()
+        self.restarts = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that was started last."""
+        return self._process.pid if self._process else None
+
+    async def start(self) -> None:
+        """Start the zygote; :attr:`isolation` then says what calls are cut off from.
+
+        Raises:
+            ToolError: it did not start, or the network cannot be cut off though that is required.
+        """
+        self._stopped = False
+        async with self._starting:
+            await self._launch()
+
+    async def run_code(self, code: str, limits: ToolLimits) -> CodeResult:
+        """Run ``code`` as a program under ``limits``; never raises for what the code does.
+
+        Raises:
+            ToolError: the sandbox cannot be started.
+        """
+        started = time.monotonic()
+        keep = 4 * limits.output_chars  # a character takes at most 4 bytes
+        report = await self._request(
+            {"kind": "code", "code": code, "memory_mb": limits.memory_mb}, timeout_s=limits.timeout_s, keep_bytes=keep
+        )
+        error = _code_error(report, limits)
+        output = _cut(report, limits.output_chars)
+        return CodeResult(output, error, bool(report.get("timed_out")), time.monotonic() - started)
+
+    async def call(self, function: str, arguments: Mapping[str, Any], *, timeout_s: float) -> CallResult:
+        """Call ``module:name`` with JSON keyword arguments in a child.
+
+        Raises:
+            ToolError: the sandbox cannot be started.
+        """
+        report = await self._request(
+            {"kind": "call", "function": function, "arguments": dict(arguments)}, timeout_s=timeout_s, keep_bytes=8192
+        )
+        output = _cut(report, 4096)
+        if report.get("timed_out"):
+            return CallResult(None, f"took longer than {timeout_s:g} s", True, output)
+        if (refused := report.get("refused")) is not None:
+            return CallResult(None, refused, False, output)
+        try:
+            answer = json.loads(report["answer"])
+        except ValueError:
+            return CallResult(None, f"its process ended without an answer ({_death(report['status'])})", False, output)
+        return CallResult(answer.get("value"), answer.get("error"), False, output)
+
+    async def preload(self, function: str, *, timeout_s: float = 60.0) -> str | None:
+        """Import ``module:name`` in the zygote, so that children have it already; returns the problem, or None.
+
+        A restarted zygote imports it again.
+        """
+        if function not in self._imported:
+            self._imported.append(function)
+        return await self._import(function, timeout_s)
+
+    async def stop(self) -> None:
+        """End the zygote and every running call."""
+        self._stopped = True
+        async with self._starting:
+            await self._close()
+
+    async def _request(self, message: dict[str, Any], *, timeout_s: float, keep_bytes: int) -> dict[str, Any]:
+        async with self._slots:
+            if not self._alive():
+                async with self._starting:
+                    if not self._alive():
+                        self.restarts += 1
+                        await self._launch()
+            try:
+                async with asyncio.timeout(timeout_s + _GRACE_S):
+                    return await self._ask({**message, "timeout_s": timeout_s, "keep_bytes": keep_bytes})
+            except TimeoutError:  # the zygote itself is stuck
+                self._kill()
+                return {"refused": _LOST}
+
+    async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Send one request and wait for its report; a lost zygote gives a report that says so."""
+        number = next(self._ids)
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        try:
+            await self._send({**message, "id": number})
+            return await future
+        except asyncio.CancelledError:
+            with contextlib.suppress(OSError):
+                await self._send({"kind": "cancel", "id": number})
+            raise
+        except OSError:  # the pipe broke: the reader will find out as well
+            return {"refused": _LOST}
+        finally:
+            self._waiting.pop(number, None)
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        if self._writer is None:
+            raise ConnectionResetError(_LOST)
+        payload = json.dumps(message, default=str).encode()
+        self._writer.write(len(payload).to_bytes(4, "big") + payload)
+        await self._writer.drain()
+
+    def _alive(self) -> bool:
+        return self._reader_task is not None and not self._reader_task.done()
+
+    async def _launch(self) -> None:
+        if self._stopped:
+            raise ToolError("the sandbox was stopped; call start() before running anything in it")
+        await self._close()
+        self._scratch = tempfile.mkdtemp(prefix="megatron-fr-tool-")
+        ours, theirs = socket.socketpair()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *(["-I"] if self._isolate else []),
+                str(_ZYGOTE),
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # a Ctrl-C at the terminal is for the run, which then stops the zygote
+                cwd="/" if self._isolate else None,
+                env=_clean_environment() if self._isolate else {**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+            )
+        except OSError as error:
+            ours.close()
+            raise ToolError(f"the sandbox could not start {sys.executable}: {error}") from error
+        finally:
+            theirs.close()
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        settings = {"isolate": self._isolate, "scratch": self._scratch, "sys_path": _import_path()}
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                await self._send(settings)
+                self.isolation = frozenset((await _receive(reader))["ready"])
+        except (OSError, EOFError, TimeoutError) as error:
+            await self._close()
+            raise ToolError(
+                f"the sandbox process did not become ready within {_START_TIMEOUT_S:g} s or died; "
+                "its traceback, if any, is on standard error"
+            ) from error
+        if self._require_network and "network" not in self.isolation:
+            await self._close()
+            raise ToolError(
+                "agent.tool.require_network_isolation=true, but this kernel or container allows no network namespace; "
+                "allow unprivileged user namespaces (or CAP_SYS_ADMIN), or set it to false and let tools reach the "
+                "network"
+            )
+        self._reader_task = asyncio.create_task(self._read_reports(reader))
+        for function in self._imported:
+            await self._import(function, _START_TIMEOUT_S)
+
+    async def _import(self, function: str, timeout_s: float) -> str | None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                report = await self._ask({"kind": "import", "function": function})
+        except TimeoutError:
+            await self._close()  # the zygote is stuck in that import
+            return f"importing it took longer than {timeout_s:g} s"
+        return report.get("problem") or report.get("refused")
+
+    async def _read_reports(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                report = await _receive(reader)
+                future = self._waiting.get(report["id"])
+                if future is not None and not future.done():
+                    future.set_result(report)
+        except (OSError, EOFError):
+            return  # the zygote is gone
+        finally:
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_result({"refused": _LOST})
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()  # the zygote ends by itself when its socket closes
+            self._writer = None
+        if self._process is not None:
+            try:
+                async with asyncio.timeout(2):
+                    await self._process.wait()
+            except TimeoutError:
+                self._kill()
+                await self._process.wait()
+            self._process = None
+        if self._reader_task is not None:
+            self._reader_task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reader_task
+            self._reader_task = None
+        if self._scratch is not None:
+            await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
+            self._scratch = None
+
+
+async def _receive(reader: asyncio.StreamReader) -> dict[str, Any]:
+    size = int.from_bytes(await reader.readexactly(4), "big")
+    report: dict[str, Any] = json.loads(await reader.readexactly(size))
+    return report
+
+
+def _clean_environment() -> dict[str, str]:
+    """What untrusted code may know: no keys, no paths of the run; numeric libraries stay on one thread."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return {"PATH": os.defpath, "LANG": "C.UTF-8", **threads}
+
+
+def _import_path() -> list[str]:
+    """``sys.path`` without relative entries."""
+    return list(dict.fromkeys(os.path.abspath(entry) for entry in sys.path))
+
+
+def _cut(report: dict[str, Any], limit: int) -> str:
+    """The output, at most ``limit`` characters and a note: three quarters from its beginning, the rest from its end."""
+    head, tail, dropped = report.get("head", ""), report.get("tail", ""), report.get("dropped", 0)
+    if not dropped and len(head) <= limit:
+        return str(head)
+    last = limit // 4
+    end = tail or head
+    missing = len(head) + len(tail) + dropped - limit
+    return f"{head[: limit - last]}\n[... {missing} characters of output cut ...]\n{end[len(end) - last :]}"
+
+
+def _code_error(report: dict[str, Any], limits: ToolLimits) -> str | None:
+    if report.get("timed_out"):
+        return f"TimeoutError: the code ran longer than {limits.timeout_s:g} s and was ended"
+    if (refused := report.get("refused")) is not None:
+        return str(refused)
+    status = report["status"]
+    if status == 0:
+        return None
+    lines = (report["tail"] or report["head"]).strip().splitlines()
+    if status == 1 and lines:
+        return str(lines[-1])[:500]  # of the traceback
+    return _death(status)
+
+
+def _death(status: int) -> str:
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"ended by {name}"
