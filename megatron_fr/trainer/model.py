@@ -140,9 +140,9 @@ def build_model(
 
     The forward takes ``input_ids`` and ``position_ids`` int64 ``[batch, sequence]`` and ``attention_mask`` None
     (causal; right-padded batches need no mask), and gives vocabulary-parallel logits
-    ``[batch, sequence, padded_vocab / TP]`` on the last pipeline stage; columns of ids from ``vocab_size`` on are padding
-    (the vocabulary is padded to a multiple of TP) and must take no part in a softmax. Under sequence parallelism the sequence
-    length must be a multiple of the TP size.
+    ``[batch, sequence, padded_vocab / TP]`` on the last pipeline stage. The vocabulary is padded to a multiple of TP:
+    columns of ids from ``vocab_size`` on are garbage and must take no part in a softmax. Under sequence parallelism
+    the sequence length must be a multiple of the TP size.
 
     Args:
         routing_replay: None: as ``train.routing_replay`` says, for models with experts.

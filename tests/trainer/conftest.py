@@ -1,0 +1,47 @@
+"""Tiny models with a batch and transformers' answer to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fr.tiny import make_untrained
+
+#: name: make_untrained's arguments. Vocabulary 515 is odd, so TP 2 needs a padding row.
+MODELS: dict[str, dict[str, Any]] = {
+    "moe": {"family": "qwen3_moe", "num_layers": 4, "vocab_size": 515},
+    "moe_tied": {"family": "qwen3_moe", "tie": True},
+    "qwen3": {"family": "qwen3", "vocab_size": 515},
+    "qwen3_tied": {"family": "qwen3", "tie": True, "vocab_size": 515},
+    "qwen2": {"family": "qwen2"},
+    "qwen2_tied": {"family": "qwen2", "tie": True},
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of :data:`MODELS`, each with ``batch.pt``: ids, mask of real tokens, float32 log-probabilities."""
+    root = tmp_path_factory.mktemp("tiny")
+    return {name: _make(root / name, arguments) for name, arguments in MODELS.items()}
+
+
+def _make(folder: Path, arguments: dict[str, Any]) -> Path:
+    make_untrained(folder, **arguments)
+    write_reference(folder)
+    return folder
+
+
+def write_reference(folder: Path) -> None:
+    """Ask transformers about a right-padded batch of three sequences, and keep the answer beside the model."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    lengths, width = (24, 17, 9), 24
+    ids = torch.randint(0, model.config.vocab_size, (3, width), generator=torch.Generator().manual_seed(7))
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    with torch.no_grad():
+        logprobs = model(ids, attention_mask=mask.long()).logits.log_softmax(-1)
+    torch.save({"ids": ids, "mask": mask, "logprobs": logprobs}, folder / "batch.pt")

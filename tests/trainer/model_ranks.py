@@ -1,0 +1,120 @@
+"""What ranks do in the model tests: build, load, run Megatron's own schedule, export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_fr.config import RunConfig
+
+
+def run_config(folder: Path, parallel: dict[str, Any], **train: Any) -> RunConfig:
+    """A configuration of which only the model and the layout matter."""
+    return RunConfig.model_validate(
+        {
+            "model": {"path": str(folder), "dtype": "float32"},
+            "parallel": parallel,
+            "train": {"num_updates": 1, "batch_size": 8, **train},
+            "reward": {"function": "unused:unused"},
+            "data": {"train": "unused.jsonl"},
+        }
+    )
+
+
+def check_model(folder: Path, parallel: dict[str, Any], out: Path | None = None) -> dict[str, Any]:
+    """Load ``folder`` in one layout, run its batch, export it again, and write it to ``out``.
+
+    Returns, on ranks that have them: ``difference``, the largest error of a log-probability against transformers over
+    real tokens and the whole vocabulary; ``wrong``, names of exported tensors that are not bit-equal to the file's.
+    """
+    from safetensors.torch import load_file
+
+    from megatron_fr.bridge import hf_tensor_specs, iter_hf_tensors, load_hf_weights, save_hf_folder
+    from megatron_fr.device import resolve_device
+    from megatron_fr.trainer import distributed
+    from megatron_fr.trainer.model import build_model, read_hf_config
+
+    config = run_config(folder, parallel)
+    device = resolve_device("cpu")
+    distributed.initialize(config.parallel, device, seed=1, timeout_s=60)
+    from megatron.core import parallel_state
+
+    hf_config = read_hf_config(folder)
+    chunks = build_model(hf_config, config, device)
+    load_hf_weights(chunks, hf_config, folder)
+    answer: dict[str, Any] = {}
+
+    batch = torch.load(folder / "batch.pt")
+    logits = forward(chunks, batch["ids"])
+    if logits is not None:
+        logprobs = gather_vocab(logits)[..., : hf_config.vocab_size].log_softmax(-1)
+        error = (logprobs - batch["logprobs"]).abs().amax(-1)
+        answer["difference"] = float(error[batch["mask"]].max())
+
+    specs = hf_tensor_specs(hf_config, torch.float32)
+    wanted = load_file(folder / "model.safetensors")
+    wrong, names = [], []
+    for name, tensor in iter_hf_tensors(chunks, hf_config):
+        names.append(name)
+        if torch.distributed.get_rank() == 0:
+            assert tensor is not None
+            if not torch.equal(tensor, wanted[name]):
+                wrong.append(name)
+        else:
+            assert tensor is None
+    answer["wrong"] = wrong + sorted(set(wanted) ^ set(names))
+    assert names == [spec.name for spec in specs]
+    assert all(spec.shape == tuple(wanted[spec.name].shape) for spec in specs)
+    if out is not None:
+        save_hf_folder(chunks, hf_config, folder, out, shard_bytes=200_000)
+    parallel_state.destroy_model_parallel()
+    return answer
+
+
+def check_models(
+    jobs: list[tuple[Path, dict[str, Any], Path | None]],
+) -> list[dict[str, Any]]:
+    """Several :func:`check_model` calls in one set of processes, since starting them is what takes long."""
+    return [check_model(*job) for job in jobs]
+
+
+def forward(chunks: list[torch.nn.Module], ids: torch.Tensor) -> torch.Tensor | None:
+    """Logits of a batch through Megatron's forward-only schedule; None before the last pipeline stage."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    found: list[torch.Tensor] = []
+
+    def step(iterator: Any, model: torch.nn.Module) -> Any:
+        del iterator
+        positions = torch.arange(ids.shape[1]).expand_as(ids)
+        output = model(ids, positions, None)
+
+        def keep(logits: torch.Tensor, **_: Any) -> Any:
+            found.append(logits.detach().clone())
+            return logits.sum(), {}
+
+        return output, keep
+
+    with torch.no_grad():
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[None],
+            model=chunks,
+            num_microbatches=1,
+            seq_length=ids.shape[1],
+            micro_batch_size=len(ids),
+            forward_only=True,
+        )
+    return found[0] if found else None
+
+
+def gather_vocab(logits: torch.Tensor) -> torch.Tensor:
+    """All TP ranks' columns side by side."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(logits) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, logits.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)
