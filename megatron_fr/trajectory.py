@@ -197,14 +197,17 @@ def decode(payload: bytes) -> list[Trajectory]:
         with np.load(io.BytesIO(payload), allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
         heads = json.loads(arrays.pop("heads").tobytes())
-        return [
+        trajectories = [
             Trajectory(
                 **{k: v for k, v in head.items() if k != "timings"},
                 timings=Timings(**head["timings"]),
-                **{name: arrays[f"{i}.{name}"] for name in _ARRAYS},
-                routed_experts=arrays.get(f"{i}.routed_experts"),
+                **{name: arrays.pop(f"{i}.{name}") for name in _ARRAYS},
+                routed_experts=arrays.pop(f"{i}.routed_experts", None),
             )
             for i, head in enumerate(heads)
         ]
-    except (ValueError, KeyError, TypeError, OSError) as error:
+        if arrays:
+            raise ValueError(f"it holds unknown arrays: {', '.join(arrays)}")
+    except Exception as error:  # on damaged bytes numpy, zipfile, zlib and json raise a dozen kinds
         raise TrajectoryError(f"a payload of {len(payload)} bytes is no trajectory archive: {error}") from error
+    return trajectories

@@ -16,8 +16,8 @@ from megatron_fr.config.sections import (
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
-    GRPOConfig,
     FlashReinforceConfig,
+    GRPOConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -54,7 +54,8 @@ class RunConfig(Section):
         group = self.algorithm.group_size
         if self.train.batch_size % group:
             raise ValueError(
-                f"train.batch_size={self.train.batch_size} is not a multiple of algorithm.group_size={group}; change one"
+                f"train.batch_size={self.train.batch_size} is not a multiple of algorithm.group_size={group}; "
+                "change one of them"
             )
         if self.train.batch_size < self.parallel.data:
             raise ValueError(

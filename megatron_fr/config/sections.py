@@ -46,8 +46,8 @@ class ParallelConfig(Section):
         moe = self.expert * self.expert_tensor * self.pipeline
         if self.world_size % moe:
             raise ValueError(
-                f"parallel.world_size={self.world_size} is not a multiple of expert x expert_tensor x pipeline = {moe}; "
-                "change one of them"
+                f"parallel.world_size={self.world_size} is not a multiple of expert x expert_tensor x pipeline = "
+                f"{moe}; change one of them"
             )
         return self
 
@@ -64,8 +64,12 @@ class FlashReinforceConfig(Section):
     advantage: Literal["batch_mean", "leave_one_out", "group", "positive_only", "none"] = Field(
         "batch_mean", description="the baseline subtracted from rewards"
     )
-    reduction: Literal["sample_mean", "token_mean"] = Field("sample_mean", description="average over tokens first, or flat")
-    admission: Literal["sequence", "token", "off"] = Field("sequence", description="trust region on whole trajectories or tokens")
+    reduction: Literal["sample_mean", "token_mean"] = Field(
+        "sample_mean", description="average over tokens first, or flat"
+    )
+    admission: Literal["sequence", "token", "off"] = Field(
+        "sequence", description="trust region on whole trajectories or tokens"
+    )
     importance: Literal["token", "truncated", "off"] = Field("token", description="importance ratio on tokens")
     delta: float = Field(1e-3, ge=0, description="trust-region threshold on the Bernoulli KL, nats")
     truncation: float = Field(2.0, gt=0, description="cap of the ratio when importance=truncated")
@@ -227,4 +231,3 @@ class CheckpointConfig(Section):
     """Hugging Face folders written while training."""
 
     every: int = Field(0, ge=0, description="updates between checkpoints; 0: only at the end and on interruption")
-

@@ -1,0 +1,218 @@
+"""Loading, overriding, checking and writing configurations."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from megatron_fr.config.load import RunConfig, load_config, save_config
+from megatron_fr.config.sections import FlashReinforceConfig, GRPOConfig
+from megatron_fr.errors import ConfigError
+
+MINIMAL = {
+    "model": {"path": "some/model"},
+    "train": {"num_updates": 10, "batch_size": 16},
+    "reward": {"function": "package.module:function"},
+    "data": {"train": "train.jsonl"},
+}
+
+RECIPES = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Loads the minimal configuration with sections merged in and overrides applied."""
+
+    def run(*overrides, **sections):
+        path = tmp_path / "run.yaml"
+        merged = dict(MINIMAL)
+        for name, value in sections.items():
+            merged[name] = {**MINIMAL.get(name, {}), **value} if isinstance(value, dict) else value
+        path.write_text(yaml.safe_dump(merged))
+        return load_config(path, overrides)
+
+    return run
+
+
+def refusal(load, *overrides, **sections):
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides, **sections)
+    return str(caught.value)
+
+
+def test_the_defaults_are_the_published_method(load):
+    config = load()
+    algorithm = config.algorithm
+    assert isinstance(algorithm, FlashReinforceConfig)
+    assert (algorithm.advantage, algorithm.reduction, algorithm.admission, algorithm.importance) == (
+        "batch_mean", "sample_mean", "sequence", "token",
+    )  # fmt: skip
+    assert algorithm.failure_token_quantile == 1
+    assert (config.optimizer.lr, config.optimizer.weight_decay, config.optimizer.clip_grad) == (1e-6, 0.1, 1.0)
+    assert (config.rollout.temperature, config.rollout.top_p) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("trian.batch_size=4", "trian={'batch_size': 4}: unknown field; did you mean 'train'?"),
+        ("train.batchsize=4", "train.batchsize=4: unknown field; did you mean 'batch_size'?"),
+        ("agent.tool.timeout=4", "agent.tool.timeout=4: unknown field; did you mean 'timeout_s'?"),
+        ("algorithm.detla=0.1", "algorithm.detla=0.1: unknown field; did you mean 'delta'?"),
+        ("sync.zzz=1", "known fields: bucket_mb, max_probe_difference, probe_tokens, timeout_s"),
+    ],
+)
+def test_a_typo_is_an_error_that_names_the_field_meant(load, override, remedy):
+    assert remedy in refusal(load, override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["algorithm.advantage=group"], "algorithm.group_size=1: groups need advantage=group and group_size of 2"),
+        (["algorithm.group_size=4"], "algorithm.advantage='batch_mean' with algorithm.group_size=4"),
+        (["algorithm=grpo", "train.batch_size=12"], "train.batch_size=12 is not a multiple of algorithm.group_size=8"),
+        (["rollout.max_new_tokens=8192"], "leaves no room for a prompt in rollout.max_context=8192"),
+        (["parallel.world_size=6", "parallel.tensor=4"], "not a multiple of tensor x pipeline x context = 4"),
+        (["parallel.world_size=2", "parallel.expert=4"], "not a multiple of expert x expert_tensor x pipeline = 4"),
+        (["parallel.world_size=32"], "train.batch_size=16 gives some of the 32 data-parallel ranks no trajectory"),
+    ],
+)
+def test_a_contradiction_is_refused_with_both_values_and_the_remedy(load, overrides, reason):
+    assert reason in refusal(load, *overrides)
+
+
+@pytest.mark.parametrize("override", ["rollout.top_p=0.9", "rollout.top_k=50", "rollout.min_p=0.05"])
+def test_sampling_below_full_support_is_refused_with_the_reason(load, override):
+    text = refusal(load, override)
+    assert override in text
+    assert "importance ratios against it are wrong" in text
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "algorithm.delta=-1", "algorithm.failure_token_quantile=0", "algorithm.failure_token_quantile=1.5",
+        "optimizer.lr=0", "optimizer.lr=.nan", "optimizer.lr=.inf", "train.num_updates=0", "train.batch_size=many",
+        "rollout.temperature=0", "rollout.engine_port=70000", "algorithm.reduction=mean", "model.dtype=float16",
+        "seed=-1", "rollout.max_policy_lag=-1",
+    ],
+)  # fmt: skip
+def test_a_value_out_of_range_is_refused_by_its_full_name(load, override):
+    assert override.split("=")[0] + "=" in refusal(load, override)
+
+
+def test_all_problems_are_listed_at_once(load):
+    text = refusal(load, "train.batchsize=4", "optimizer.lr=-1", "model=null")
+    assert all(name in text for name in ("train.batchsize", "optimizer.lr", "model"))
+
+
+def test_a_missing_required_field_is_named(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({k: v for k, v in MINIMAL.items() if k != "data"}))
+    with pytest.raises(ConfigError, match="data: required, and not given"):
+        load_config(path)
+
+
+def test_overrides_are_yaml_and_reach_any_depth(load):
+    config = load(
+        "train.batch_size=32", "optimizer.lr=1e-5", "agent.tool.timeout_s=2.5", "agent.system_prompt=null",
+        "data.eval=eval.jsonl", "--rollout.engine_args={tp-size: 2, log-level: warning}", "output=runs/x=y",
+        "train.skip_without_signal=false",
+    )  # fmt: skip
+    assert config.train.batch_size == 32
+    assert config.optimizer.lr == 1e-5
+    assert config.agent.tool.timeout_s == 2.5
+    assert config.agent.system_prompt is None
+    assert config.data.eval == "eval.jsonl"
+    assert config.rollout.engine_args == {"tp-size": 2, "log-level": "warning"}
+    assert config.output == Path("runs/x=y")
+    assert config.train.skip_without_signal is False
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("train.batch_size", "expected section.field=value"),
+        ("=3", "expected section.field=value"),
+        ("seed.deep=3", "unknown field|seed"),
+        ("model.path.deep=3", "model.path is a value, not a section"),
+        ("output={", "not valid YAML"),
+    ],
+)
+def test_a_malformed_override_is_quoted(load, override, reason):
+    text = refusal(load, override)
+    assert any(part in text for part in reason.split("|"))
+
+
+def test_grpo_is_chosen_by_its_name_alone_and_takes_its_own_fields(load):
+    for config in (
+        load("algorithm=grpo", "algorithm.group_size=4"),
+        load("algorithm.group_size=4", algorithm="grpo"),
+        load(algorithm={"name": "grpo", "group_size": 4}),
+    ):
+        assert config.algorithm == GRPOConfig(group_size=4)
+        assert config.max_policy_lag == 0  # synchronous, whatever rollout.max_policy_lag says
+    assert load().max_policy_lag == load().rollout.max_policy_lag == 4
+    assert "algorithm.delta=0.1: unknown field" in refusal(load, "algorithm=grpo", "algorithm.delta=0.1")
+    assert "'ppo'" in refusal(load, "algorithm=ppo")
+
+
+def test_group_advantages_need_no_grpo(load):
+    config = load("algorithm.advantage=group", "algorithm.group_size=4")
+    assert config.algorithm.name == "flash_reinforce"
+    assert config.max_policy_lag == 4
+
+
+@pytest.mark.parametrize(
+    "overrides", [[], ["algorithm=grpo"], ["algorithm.admission=token", "rollout.engine_args.tp-size=2", "seed=7"]]
+)
+def test_a_saved_configuration_loads_as_the_same(load, tmp_path, overrides):
+    config = load(*overrides)
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml") == config
+
+
+def test_a_loaded_configuration_cannot_be_changed(load):
+    with pytest.raises(ValidationError, match="frozen"):
+        load().train.batch_size = 3
+
+
+def test_files_that_are_no_configuration_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config(tmp_path / "none.yaml")
+    path = tmp_path / "run.yaml"
+    for content, reason in (
+        ("- a\n- b\n", "holds list, expected a mapping"),
+        ("a: [", "not valid YAML"),
+        ("", "NoneType"),
+    ):
+        path.write_text(content)
+        with pytest.raises(ConfigError, match=reason):
+            load_config(path)
+
+
+def test_data_parallelism_takes_what_the_other_dimensions_leave(load):
+    parallel = load("parallel.world_size=16", "parallel.tensor=2", "parallel.pipeline=2", "parallel.expert=4").parallel
+    assert parallel.data == 4
+
+
+def test_every_field_has_its_line_of_documentation():
+    def undocumented(model, prefix=""):
+        for name, field in model.model_fields.items():
+            if not field.description and not (
+                hasattr(field.annotation, "model_fields") or name in ("name", "algorithm")
+            ):
+                yield prefix + name
+            if hasattr(field.annotation, "model_fields"):
+                yield from undocumented(field.annotation, f"{prefix}{name}.")
+
+    for model in (RunConfig, FlashReinforceConfig, GRPOConfig):
+        assert list(undocumented(model)) == []
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=[path.name for path in RECIPES])
+def test_every_recipe_loads_and_stays_short(path):
+    load_config(path)
+    assert len(path.read_text().splitlines()) < 60
