@@ -1,0 +1,260 @@
+"""Tokens in, tokens out: the client of one engine's ``/generate``."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import aiohttp
+import numpy as np
+import numpy.typing as npt
+
+from megatron_fr.errors import EngineError
+from megatron_fr.trajectory import FinishReason, ModelLimits
+
+_FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
+
+# The sampled and the trained distribution must be the same, whatever a model's generation_config.json says.
+_FULL_SUPPORT: dict[str, Any] = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What one request sampled.
+
+    Attributes:
+        token_ids: a matched stop token is the last one.
+        logprobs: natural log, of the tempered distribution, one a token.
+        versions: the policy version that sampled each token, erring on the old side.
+        routes: ``[rows, layers, top_k]``, rows from the requested start on (or from 0 with engines that ignore it);
+            None when not asked for or not usable.
+        route_error: why routes that were asked for are None.
+        cached_tokens: prompt tokens whose keys and values came from the prefix cache.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason
+    routes: npt.NDArray[Any] | None = None
+    route_error: str | None = None
+    cached_tokens: int = 0
+
+
+class EngineClient:
+    """Talks to one engine; shared by all trajectories on it.
+
+    Args:
+        url: the engine's base address.
+        http: without a limit on connections.
+        limits: the model's sizes, which answers are checked against.
+        temperature: of sampling.
+        timeout_s: of one request.
+
+    Attributes:
+        version: the newest policy version that this engine is known to hold.
+        tokens_generated: by all requests so far.
+    """
+
+    def __init__(
+        self, url: str, http: aiohttp.ClientSession, *, limits: ModelLimits, temperature: float, timeout_s: float
+    ) -> None:
+        self.url = url
+        self.version = 0
+        self.tokens_generated = 0
+        self._http = http
+        self._limits = limits
+        self._temperature = temperature
+        self._timeout_s = timeout_s
+        self._unique = itertools.count()
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int] = (),
+        routes_from: int | None = None,
+        ignore_eos: bool = False,
+        fresh: bool = False,
+    ) -> Completion:
+        """Sample after ``input_ids``.
+
+        The prefix cache is keyed by the weight version, so that a request never reads keys and values that older
+        weights computed.
+
+        Args:
+            routes_from: ask for routes, from this row on; None does not ask.
+            fresh: read nothing from the prefix cache.
+
+        Raises:
+            EngineError: the engine cannot be reached, refused the request, or answered something unusable.
+        """
+        sent_at = self.version
+        body: dict[str, Any] = {
+            "input_ids": list(input_ids),
+            "sampling_params": {
+                **_FULL_SUPPORT,
+                "temperature": self._temperature,
+                "max_new_tokens": max_new_tokens,
+                "stop_token_ids": list(stop_token_ids),
+                "ignore_eos": ignore_eos,
+            },
+            "return_logprob": True,
+            "extra_key": f"fresh-{next(self._unique)}" if fresh else f"version-{sent_at}",
+        }
+        if routes_from is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}
+        answer = await self._post("/generate", body)
+        completion = self._completion(answer, None if fresh else sent_at, routes_from is not None)
+        if completion.versions:
+            self.version = max(self.version, completion.versions[-1])
+        self.tokens_generated += len(completion.token_ids)
+        return completion
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        try:
+            async with self._http.post(self.url + path, json=body, timeout=timeout) as answer:
+                payload = await answer.read()
+                status = answer.status
+        except TimeoutError as error:
+            raise EngineError(
+                f"engine {self.url}{path}: no answer within rollout.request_timeout_s={self._timeout_s:g}"
+            ) from error
+        except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
+            raise EngineError(f"engine {self.url}{path}: {type(error).__name__}: {error}") from error
+        if status != 200:
+            raise EngineError(f"engine {self.url}{path}: HTTP {status}: {payload[:500].decode(errors='replace')}")
+        try:
+            return json.loads(payload)
+        except ValueError as error:
+            raise EngineError(f"engine {self.url}{path}: the answer is no JSON: {payload[:200]!r}") from error
+
+    def _completion(self, answer: Any, sent_at: int | None, want_routes: bool) -> Completion:
+        def unusable(what: str) -> EngineError:
+            return EngineError(f"engine {self.url}/generate: unusable answer: {what}")
+
+        if not isinstance(answer, dict) or not isinstance(answer.get("meta_info"), dict):
+            raise unusable(f"no meta_info in {str(answer)[:200]}")
+        token_ids, meta = answer.get("output_ids"), answer["meta_info"]
+        if not isinstance(token_ids, list) or not all(type(t) is int for t in token_ids):
+            raise unusable(f"output_ids is {str(token_ids)[:100]}, expected a list of token ids")
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._limits.vocab_size:
+            raise unusable(f"output_ids holds an id outside 0..{self._limits.vocab_size - 1}")
+        finish = (meta.get("finish_reason") or {}).get("type")
+        if finish not in _FINISH:
+            raise unusable(f"finish_reason is {meta.get('finish_reason')!r}, expected a type of {sorted(_FINISH)}")
+        try:
+            logprobs = read_logprobs(meta.get("output_token_logprobs"), token_ids)
+            labels = read_versions(meta.get("weight_versions"), len(token_ids))
+        except ValueError as error:
+            raise unusable(str(error)) from error
+        routes, problem = (None, None)
+        if want_routes and token_ids:
+            routes, problem = read_routes(meta.get("routed_experts"), self._limits)
+            if meta.get("num_retractions") and len(set(labels)) > 1:
+                # A retracted request was computed again under newer weights, and the old tokens' rows with it.
+                routes, problem = None, "the engine retracted the request across a weight update"
+        return Completion(
+            token_ids,
+            logprobs,
+            older_side(labels, sent_at),
+            _FINISH[finish],
+            routes,
+            problem,
+            int(meta.get("cached_tokens") or 0),
+        )
+
+
+def read_logprobs(rows: Any, token_ids: Sequence[int]) -> list[float]:
+    """The first column of SGLang's ``output_token_logprobs``, checked against the tokens.
+
+    Raises:
+        ValueError: says what does not fit.
+    """
+    if not token_ids and not rows:
+        return []
+    if not isinstance(rows, list) or len(rows) != len(token_ids):
+        got = len(rows) if isinstance(rows, list) else type(rows).__name__
+        raise ValueError(f"output_token_logprobs has {got} rows for {len(token_ids)} tokens")
+    values: list[float] = []
+    for i, (row, token) in enumerate(zip(rows, token_ids, strict=True)):
+        if not isinstance(row, list) or len(row) < 2 or row[1] != token:
+            raise ValueError(f"output_token_logprobs[{i}] is {row!r}, not of token {token}")
+        if not isinstance(row[0], (int, float)) or not math.isfinite(row[0]):
+            raise ValueError(f"output_token_logprobs[{i}] holds {row[0]!r}, expected a finite number")
+        values.append(float(row[0]))
+    return values
+
+
+def read_versions(spans: Any, num_tokens: int) -> list[int]:
+    """One version a token, from SGLang's spans ``{"version", "start", "end"}``.
+
+    Raises:
+        ValueError: the spans do not cover the tokens exactly once, or a version is no whole number.
+    """
+    if num_tokens == 0:
+        return []
+    if not isinstance(spans, list):
+        raise ValueError(f"weight_versions is {type(spans).__name__}, expected a list of spans")
+    labels: list[int] = []
+    try:
+        for span in spans:
+            if span["start"] != len(labels):
+                raise ValueError(f"weight_versions {spans!r} leave a gap or overlap")
+            labels += [int(span["version"])] * (span["end"] - span["start"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"weight_versions holds {spans!r}") from error
+    if len(labels) != num_tokens:
+        raise ValueError(f"weight_versions {spans!r} cover {len(labels)} of {num_tokens} tokens")
+    return labels
+
+
+def older_side(labels: Sequence[int], sent_at: int | None) -> list[int]:
+    """Correct the engine's labels so that they never claim a newer version than the one that sampled the token.
+
+    When the weights change, one forward is already under way, and SGLang labels its token with the new version. So each
+    token gets the label of the one before it, and the first token the version that was current when the request was
+    sent, if that is older. A token may then be labelled one version too old, never too new.
+    """
+    if not labels:
+        return []
+    first = labels[0] if sent_at is None else min(labels[0], sent_at)
+    return [first, *labels[:-1]]
+
+
+def read_routes(encoded: Any, limits: ModelLimits) -> tuple[npt.NDArray[Any] | None, str | None]:
+    """Routes ``[rows, layers, top_k]`` in the smallest fitting dtype, or None and the reason.
+
+    ``encoded`` is base64 of int32.
+    """
+    if encoded is None:
+        return None, "the engine returned no routes"
+    try:
+        flat = np.frombuffer(base64.b64decode(cast(str, encoded), validate=True), dtype=np.int32)
+    except (binascii.Error, ValueError, TypeError) as error:
+        return None, f"the engine returned routes that cannot be decoded: {error}"
+    row = limits.num_moe_layers * limits.top_k
+    if row == 0 or flat.size == 0 or flat.size % row:
+        return None, f"the engine returned {flat.size} route entries, no multiple of {row} (MoE layers x top-k)"
+    if flat.min() < 0 or flat.max() >= limits.num_experts:
+        return (
+            None,
+            f"the engine's routes name experts {flat.min()} to {flat.max()}, the model has {limits.num_experts}",
+        )
+    return flat.reshape(-1, limits.num_moe_layers, limits.top_k).astype(limits.route_dtype), None

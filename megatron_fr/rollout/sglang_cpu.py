@@ -1,0 +1,79 @@
+"""SGLang on a CPU without patching SGLang: a platform plugin and one hook, found through entry points.
+
+Both stay out of the way unless ``SGLANG_PLATFORM=megatron_fr_cpu`` selects them and torch sees no GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+#: The entry point's name, and the value of ``SGLANG_PLATFORM`` that selects it.
+PLATFORM_NAME = "megatron_fr_cpu"
+
+
+def platform() -> str | None:
+    """The dotted name of the platform class, or None where the plugin must not be used."""
+    return f"{__name__}.CpuPlatform" if _selected() else None
+
+
+def register_hooks() -> None:
+    """Make the routed-experts host buffer work without CUDA: ordinary memory instead of pinned memory."""
+    if not _selected():
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
+    HookRegistry.register(target, _leave_unpinned, HookType.REPLACE)
+
+
+def _selected() -> bool:
+    if os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME:
+        return False
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def _leave_unpinned(buffer: torch.Tensor, registration_granularity_bytes: int | None = None) -> None:
+    """Pinning speeds up copies from a GPU; there is none."""
+
+
+def __getattr__(name: str) -> Any:
+    # SGLang's modules are heavy, and importing them here would make this module useless to everyone else.
+    if name == "CpuPlatform":
+        return _platform_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _platform_class() -> type:
+    import psutil
+    from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
+
+    class CpuPlatform(SRTPlatform):
+        """Plain PyTorch kernels and torch-native attention."""
+
+        _enum = PlatformEnum.OOT
+        device_name = "cpu"
+        device_type = "cpu"
+
+        def get_dispatch_key_name(self) -> str:
+            return "native"
+
+        def get_default_attention_backend(self) -> str:
+            return "torch_native"
+
+        def get_device_total_memory(self, device_id: int = 0) -> int:
+            return int(psutil.virtual_memory().total)
+
+        def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:
+            memory = psutil.virtual_memory()
+            return int(memory.available), int(memory.total)
+
+        def get_current_memory_usage(self, device: Any = None) -> float:
+            return float(psutil.Process().memory_info().rss)
+
+    return CpuPlatform

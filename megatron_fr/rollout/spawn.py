@@ -1,0 +1,29 @@
+"""Runs a command that dies with its parent: ``python spawn.py PARENT_PID COMMAND...``. Standard library only.
+
+The kernel keeps the parent-death signal across ``exec``. Doing this in a small program of its own, instead of between
+fork and exec of a process with threads, cannot deadlock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: list[str]) -> None:
+    """Replace this process by the command; exits with 1 when the parent is gone already."""
+    parent, command = int(argv[0]), argv[1:]
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        sys.exit(f"prctl failed: {os.strerror(ctypes.get_errno())}")
+    if os.getppid() != parent:  # it died before the call above
+        sys.exit(1)
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
