@@ -118,3 +118,85 @@ def gather_vocab(logits: torch.Tensor) -> torch.Tensor:
     parts = [torch.empty_like(logits) for _ in range(group.size())]
     torch.distributed.all_gather(parts, logits.contiguous(), group=group)
     return torch.cat(parts, dim=-1)
+
+
+def check_gradients(jobs: list[tuple[Path, dict[str, Any], dict[str, Any]]]) -> list[dict[str, torch.Tensor]]:
+    """Gradients of each job's model under their Hugging Face names (rank 0), then one step of Megatron's optimizer.
+
+    The loss is minus the mean log-probability of the next token over the batch's real tokens; every data-parallel
+    rank computes it on the whole batch. With the distributed optimizer, which leaves each rank only its shard of the
+    gradients, the change of the weights over the step is returned instead.
+    """
+    return [_gradients(folder, parallel, train) for folder, parallel, train in jobs]
+
+
+def _gradients(folder: Path, parallel: dict[str, Any], train: dict[str, Any]) -> dict[str, torch.Tensor]:
+    from megatron_fr.bridge import iter_hf_tensors, load_hf_weights
+    from megatron_fr.device import resolve_device
+    from megatron_fr.trainer import distributed
+    from megatron_fr.trainer.model import build_model, read_hf_config
+
+    config = run_config(folder, parallel, **train)
+    device = resolve_device("cpu")
+    distributed.initialize(config.parallel, device, seed=1, timeout_s=60)
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_fr.trainer.logprob import vocab_parallel_logprobs
+    from megatron_fr.trainer.optimizer import make_optimizer, wrap_for_training
+
+    hf_config = read_hf_config(folder)
+    chunks = build_model(hf_config, config, device)
+    load_hf_weights(chunks, hf_config, folder)
+    ddp = wrap_for_training(chunks, config.parallel)
+    optimizer = make_optimizer(ddp, config.optimizer, config.parallel, torch.float32)
+    batch = torch.load(folder / "batch.pt")
+    ids, mask = batch["ids"], batch["mask"]
+    counted = mask[:, 1:].sum()
+
+    def step(iterator: Any, model: torch.nn.Module) -> Any:
+        del iterator
+        output = model(ids, torch.arange(ids.shape[1]).expand_as(ids), None)
+
+        def loss(logits: torch.Tensor) -> Any:
+            logprobs, _ = vocab_parallel_logprobs(
+                logits[:, :-1],
+                ids[:, 1:],
+                vocab_size=hf_config.vocab_size,
+                group=parallel_state.get_tensor_model_parallel_group(),
+            )
+            value = -logprobs[mask[:, 1:]].sum() / counted
+            return value, {}
+
+        return output, loss
+
+    for chunk in ddp:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=[None],
+        model=ddp,
+        num_microbatches=1,
+        seq_length=ids.shape[1],
+        micro_batch_size=len(ids),
+        forward_only=False,
+    )
+    weights = {name: value.clone() for name, value in iter_hf_tensors(ddp, hf_config) if value is not None}
+    found: dict[str, torch.Tensor] = {}
+    if not config.parallel.distributed_optimizer:
+        kept = [parameter.data for chunk in ddp for parameter in chunk.parameters()]
+        for chunk in ddp:
+            for parameter in chunk.parameters():
+                parameter.data = parameter.main_grad
+        found = {name: value.clone() for name, value in iter_hf_tensors(ddp, hf_config) if value is not None}
+        for parameter, data in zip((p for chunk in ddp for p in chunk.parameters()), kept, strict=True):
+            parameter.data = data
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2
+    succeeded, _, _ = optimizer.step()
+    assert succeeded
+    change = {name: value - weights[name] for name, value in iter_hf_tensors(ddp, hf_config) if value is not None}
+    assert all(bool(value.any()) for value in change.values())
+    parallel_state.destroy_model_parallel()
+    return found or change
