@@ -19,44 +19,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_fr.agents.sandbox_results import LOST, CallResult, CodeResult, call_result, code_result
 from megatron_fr.config import ToolLimits
 from megatron_fr.errors import ToolError
 
 _ZYGOTE = Path(__file__).with_name("zygote")
 _START_TIMEOUT_S = 30.0
 _GRACE_S = 30.0  # how much later than a call's time limit its report may come
-_LOST = "the sandbox process died during this call"
-
-
-@dataclass(frozen=True)
-class CodeResult:
-    """How one piece of code went.
-
-    Attributes:
-        output: standard output and error, interleaved; at most ``output_chars`` characters and a note.
-        error: the reason of a failure in one line, or None.
-        timed_out: whether it was ended by the wall-time limit.
-        seconds: wall time, queueing included.
-    """
-
-    output: str
-    error: str | None
-    timed_out: bool
-    seconds: float
-
-
-@dataclass(frozen=True)
-class CallResult:
-    """How one function call went: ``value`` when ``error`` is None; ``output`` is what it printed."""
-
-    value: Any
-    error: str | None
-    timed_out: bool
-    output: str
 
 
 class ForkServer:
@@ -113,9 +85,7 @@ class ForkServer:
         report = await self._request(
             {"kind": "code", "code": code, "memory_mb": limits.memory_mb}, timeout_s=limits.timeout_s, keep_bytes=keep
         )
-        error = _code_error(report, limits)
-        output = _cut(report, limits.output_chars)
-        return CodeResult(output, error, bool(report.get("timed_out")), time.monotonic() - started)
+        return code_result(report, limits, time.monotonic() - started)
 
     async def call(self, function: str, arguments: Mapping[str, Any], *, timeout_s: float) -> CallResult:
         """Call ``module:name`` with JSON keyword arguments in a child.
@@ -126,16 +96,7 @@ class ForkServer:
         report = await self._request(
             {"kind": "call", "function": function, "arguments": dict(arguments)}, timeout_s=timeout_s, keep_bytes=8192
         )
-        output = _cut(report, 4096)
-        if report.get("timed_out"):
-            return CallResult(None, f"took longer than {timeout_s:g} s", True, output)
-        if (refused := report.get("refused")) is not None:
-            return CallResult(None, refused, False, output)
-        try:
-            answer = json.loads(report["answer"])
-        except ValueError:
-            return CallResult(None, f"its process ended without an answer ({_death(report['status'])})", False, output)
-        return CallResult(answer.get("value"), answer.get("error"), False, output)
+        return call_result(report, timeout_s)
 
     async def preload(self, function: str, *, timeout_s: float = 60.0) -> str | None:
         """Import ``module:name`` in the zygote, so that children have it already; returns the problem, or None.
@@ -164,7 +125,7 @@ class ForkServer:
                     return await self._ask({**message, "timeout_s": timeout_s, "keep_bytes": keep_bytes})
             except TimeoutError:  # the zygote itself is stuck
                 self._kill()
-                return {"refused": _LOST}
+                return {"refused": LOST}
 
     async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """Send one request and wait for its report; a lost zygote gives a report that says so."""
@@ -179,13 +140,13 @@ class ForkServer:
                 await self._send({"kind": "cancel", "id": number})
             raise
         except OSError:  # the pipe broke: the reader will find out as well
-            return {"refused": _LOST}
+            return {"refused": LOST}
         finally:
             self._waiting.pop(number, None)
 
     async def _send(self, message: dict[str, Any]) -> None:
         if self._writer is None:
-            raise ConnectionResetError(_LOST)
+            raise ConnectionResetError(LOST)
         payload = json.dumps(message, default=str).encode()
         self._writer.write(len(payload).to_bytes(4, "big") + payload)
         await self._writer.drain()
@@ -260,7 +221,7 @@ class ForkServer:
         finally:
             for future in self._waiting.values():
                 if not future.done():
-                    future.set_result({"refused": _LOST})
+                    future.set_result({"refused": LOST})
 
     def _kill(self) -> None:
         if self._process is not None and self._process.returncode is None:
@@ -304,38 +265,3 @@ def _clean_environment() -> dict[str, str]:
 def _import_path() -> list[str]:
     """``sys.path`` without relative entries."""
     return list(dict.fromkeys(os.path.abspath(entry) for entry in sys.path))
-
-
-def _cut(report: dict[str, Any], limit: int) -> str:
-    """The output, at most ``limit`` characters and a note: three quarters from its beginning, the rest from its end."""
-    head, tail, dropped = report.get("head", ""), report.get("tail", ""), report.get("dropped", 0)
-    if not dropped and len(head) <= limit:
-        return str(head)
-    last = limit // 4
-    end = tail or head
-    missing = len(head) + len(tail) + dropped - limit
-    return f"{head[: limit - last]}\n[... {missing} characters of output cut ...]\n{end[len(end) - last :]}"
-
-
-def _code_error(report: dict[str, Any], limits: ToolLimits) -> str | None:
-    if report.get("timed_out"):
-        return f"TimeoutError: the code ran longer than {limits.timeout_s:g} s and was ended"
-    if (refused := report.get("refused")) is not None:
-        return str(refused)
-    status = report["status"]
-    if status == 0:
-        return None
-    lines = (report["tail"] or report["head"]).strip().splitlines()
-    if status == 1 and lines:
-        return str(lines[-1])[:500]  # of the traceback
-    return _death(status)
-
-
-def _death(status: int) -> str:
-    if status >= 0:
-        return f"exit status {status}"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:
-        name = f"signal {-status}"
-    return f"ended by {name}"

@@ -35,7 +35,7 @@ def load_prompts(source: str | Path, split: str = "train") -> list[Prompt]:
             raise ConfigError(f"prompts {str(path)!r}: {what}; give a file that ends in {' or '.join(_FORMATS)}")
         if path.suffix not in _FORMATS:
             raise ConfigError(f"prompts {str(path)!r}: unknown format {path.suffix!r}; give {' or '.join(_FORMATS)}")
-        records = _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
+        records: Iterable[_Record] = _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
     else:
         records = _read_hub(str(source), split)
     prompts = [_prompt(where, number, record) for where, number, record in records]
@@ -140,8 +140,8 @@ def _read_hub(name: str, split: str) -> Iterable[_Record]:
         import datasets
     except ImportError as error:
         raise ConfigError(
-            f"prompts {name!r}: is no file, and reading a hub dataset needs the 'datasets' package; install it, or give "
-            "the path of a JSONL or parquet file"
+            f"prompts {name!r}: is no file, and reading a hub dataset needs the 'datasets' package; install it, or "
+            "give the path of a JSONL or parquet file"
         ) from error
     try:
         dataset = datasets.load_dataset(name, split=split)

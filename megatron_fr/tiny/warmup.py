@@ -19,7 +19,7 @@ class Recipe:
     """What the warm-up does; its hash names the result."""
 
     seed: int = 0
-    steps: int = 900
+    steps: int = 450
     batch: int = 48
     lr: float = 3e-3
     warmup_steps: int = 50
