@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# A complete run on this machine: a tiny model learns to answer with a Python tool. No GPU, no download.
+#
+#   launch/local.sh                                              # as configs/tiny_python_tool.yaml says
+#   launch/local.sh train.num_updates=20 output=runs/short       # with section.field=value overrides
+#
+# The first call makes the environment and the model, later ones reuse them. Ctrl-C ends the run in order.
+# MEGATRON_FR_CACHE is where the model is kept (default ~/.cache/megatron-fr).
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=$(launch/env.sh)
+export OMP_NUM_THREADS=1
+
+# named after the code that makes it, so that checkouts with another recipe keep another model
+made_by=$(cat tools/make_tiny_model.py megatron_fr/tiny/*.py | sha256sum | cut -c1-12)
+model=${MEGATRON_FR_CACHE:-$HOME/.cache/megatron-fr}/tiny-$made_by
+"$python" tools/make_tiny_model.py "$model" >&2
+
+# exec: signals reach the run itself, and its exit code is this script's
+exec "$(dirname "$python")/megatron-fr" train --config configs/tiny_python_tool.yaml \
+  "model.path=$model" "data.train=$model/train.jsonl" "data.eval=$model/eval.jsonl" "$@"
