@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 
 from megatron_fr.tiny import make_untrained
 
-#: name: make_untrained's arguments. Vocabulary 515 is odd, so TP 2 needs a padding row.
+#: name: make_untrained's arguments. ``moe_unnormed`` has ``norm_topk_prob`` false. Vocabulary 515 is odd, so that TP 2
+#: needs a padding row.
 MODELS: dict[str, dict[str, Any]] = {
     "moe": {"family": "qwen3_moe", "num_layers": 4, "vocab_size": 515},
     "moe_tied": {"family": "qwen3_moe", "tie": True},
+    "moe_unnormed": {"family": "qwen3_moe"},
     "qwen3": {"family": "qwen3", "vocab_size": 515},
     "qwen3_tied": {"family": "qwen3", "tie": True, "vocab_size": 515},
     "qwen2": {"family": "qwen2"},
@@ -30,6 +33,9 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def _make(folder: Path, arguments: dict[str, Any]) -> Path:
     make_untrained(folder, **arguments)
+    if folder.name == "moe_unnormed":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"norm_topk_prob": False}))
     write_reference(folder)
     return folder
 

@@ -10,11 +10,11 @@ import torch
 from megatron_fr.config import RunConfig
 
 
-def run_config(folder: Path, parallel: dict[str, Any], **train: Any) -> RunConfig:
+def run_config(folder: Path, parallel: dict[str, Any], dtype: str = "float32", **train: Any) -> RunConfig:
     """A configuration of which only the model and the layout matter."""
     return RunConfig.model_validate(
         {
-            "model": {"path": str(folder), "dtype": "float32"},
+            "model": {"path": str(folder), "dtype": dtype},
             "parallel": parallel,
             "train": {"num_updates": 1, "batch_size": 8, **train},
             "reward": {"function": "unused:unused"},
@@ -78,6 +78,38 @@ def check_models(
 ) -> list[dict[str, Any]]:
     """Several :func:`check_model` calls in one set of processes, since starting them is what takes long."""
     return [check_model(*job) for job in jobs]
+
+
+def check_bfloat16(folder: Path, parallel: dict[str, Any]) -> float:
+    """Mean error of next-token log-probabilities in bfloat16, against transformers in float32, over real tokens."""
+    from megatron_fr.bridge import iter_hf_tensors, load_hf_weights
+    from megatron_fr.device import resolve_device
+    from megatron_fr.trainer import distributed
+    from megatron_fr.trainer.model import build_model, read_hf_config
+
+    config = run_config(folder, parallel, dtype="bfloat16")
+    device = resolve_device("cpu")
+    distributed.initialize(config.parallel, device, seed=1, timeout_s=60)
+    hf_config = read_hf_config(folder)
+    chunks = build_model(hf_config, config, device)
+    load_hf_weights(chunks, hf_config, folder)
+    assert all(parameter.dtype == torch.bfloat16 for chunk in chunks for parameter in chunk.parameters())
+    batch = torch.load(folder / "batch.pt")
+    logits = forward(chunks, batch["ids"])
+    assert logits is not None
+    assert logits.dtype == torch.bfloat16
+    logprobs = gather_vocab(logits)[..., : hf_config.vocab_size].float().log_softmax(-1)
+    for _, tensor in iter_hf_tensors(chunks, hf_config):
+        assert tensor is None or tensor.dtype == torch.bfloat16
+    distributed.shutdown()
+    return mean_next_token_error(logprobs, batch)
+
+
+def mean_next_token_error(logprobs: torch.Tensor, batch: dict[str, torch.Tensor]) -> float:
+    """Mean absolute error of the log-probabilities of the batch's own next tokens."""
+    chosen = batch["ids"][:, 1:, None]
+    mine, theirs = (values[:, :-1].gather(-1, chosen).squeeze(-1) for values in (logprobs, batch["logprobs"]))
+    return float((mine - theirs).abs()[batch["mask"][:, 1:]].mean())
 
 
 def forward(chunks: list[torch.nn.Module], ids: torch.Tensor) -> torch.Tensor | None:

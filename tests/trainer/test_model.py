@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_ranks import check_models
+from model_ranks import check_bfloat16, check_models, mean_next_token_error
 from parallel_launch import run_ranks
 
 Answers = list[list[dict[str, Any]]]
@@ -16,7 +16,7 @@ MOE = ("moe", "moe_tied")
 
 #: One set of processes each: (world size, [(layout, models)]).
 LAYOUTS: dict[str, tuple[int, list[tuple[dict[str, int], tuple[str, ...]]]]] = {
-    "one process": (1, [({}, (*MOE, *DENSE))]),
+    "one process": (1, [({}, ("moe_unnormed", *MOE, *DENSE))]),
     "two processes": (
         2,
         [
@@ -58,6 +58,22 @@ def test_log_probabilities_equal_transformers_and_the_round_trip_is_bit_exact(
         assert max(differences) < 1e-4, f"{folder.name} {layout}"
         assert answers[0]["wrong"] == [], f"{folder.name} {layout}"
         assert_folder_is_complete(folder, out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "moe"])
+def test_bfloat16_is_no_further_from_float32_than_transformers_is(tiny_models: dict[str, Path], name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny_models[name]
+    batch = torch.load(folder / "batch.pt")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        logits = model(batch["ids"], attention_mask=batch["mask"].long()).logits.float()
+    theirs = mean_next_token_error(logits.log_softmax(-1), batch)
+    ours = run_ranks(check_bfloat16, 2, folder=folder, parallel={"world_size": 2, "tensor": 2})[0]
+    print(f"{name}: {ours:.2g}, transformers {theirs:.2g}")
+    assert 0 < ours < 2 * theirs
 
 
 def assert_folder_is_complete(source: Path, out: Path) -> None:

@@ -1,0 +1,78 @@
+"""Models and layouts that are not supported: one clear error before anything is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fr.config import ParallelConfig
+from megatron_fr.device import prepare_process, resolve_device
+from megatron_fr.errors import ConfigError, ModelError
+from megatron_fr.tiny.model import tiny_config
+from megatron_fr.trainer.model import build_transformer_config, uses_sequence_parallel
+
+DEVICE = resolve_device("cpu")
+prepare_process(DEVICE)
+
+
+def _build(family: Any, changes: dict[str, Any], parallel: dict[str, Any]) -> Any:
+    hf_config = tiny_config(family)
+    architecture = {"qwen3_moe": "Qwen3MoeForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    hf_config.architectures = [architecture[family]]
+    for name, value in changes.items():
+        setattr(hf_config, name, value)
+    return build_transformer_config(hf_config, ParallelConfig(**parallel), DEVICE, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("qwen3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope_type='yarn'"),
+        ("qwen2", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("qwen3", {"attention_bias": True}, "attention_bias=True"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+    ],
+)
+def test_an_unsupported_model_names_the_field(family: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        _build(family, changes, {})
+
+
+@pytest.mark.parametrize(
+    ("family", "parallel", "message"),
+    [
+        ("qwen3_moe", {"world_size": 4, "tensor": 4}, r"parallel\.tensor=4 .*KV heads \(2\)"),
+        ("qwen3_moe", {"world_size": 3, "pipeline": 3}, r"parallel\.pipeline=3 .*layers \(2\)"),
+        ("qwen3_moe", {"world_size": 3, "expert": 3}, r"parallel\.expert=3 .*experts \(8\)"),
+        ("qwen3_moe", {"world_size": 3, "expert_tensor": 3}, r"parallel\.expert_tensor=3 .*width \(80\)"),
+        ("qwen2", {"world_size": 2, "expert": 2}, r"parallel\.expert=2.*no experts"),
+        ("qwen3_moe", {"world_size": 2, "context": 2}, r"parallel\.context=2"),
+        ("qwen3_moe", {"world_size": 2, "tensor": 2, "sequence_parallel": False}, r"parallel\.sequence_parallel=false"),
+    ],
+)
+def test_a_layout_that_does_not_fit_names_the_field(family: str, parallel: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _build(family, {}, parallel)
+
+
+def test_sequence_parallelism_is_on_exactly_for_experts_under_tensor_parallelism() -> None:
+    moe, dense = tiny_config("qwen3_moe"), tiny_config("qwen2")
+    moe.architectures, dense.architectures = ["Qwen3MoeForCausalLM"], ["Qwen2ForCausalLM"]
+    two = ParallelConfig(world_size=2, tensor=2)
+    assert uses_sequence_parallel(moe, two)
+    assert not uses_sequence_parallel(moe, ParallelConfig())
+    assert not uses_sequence_parallel(dense, two)
+    assert uses_sequence_parallel(dense, ParallelConfig(world_size=2, tensor=2, sequence_parallel=True))
+
+
+def test_the_router_is_plain_top_k_in_float32_without_auxiliary_loss() -> None:
+    config = _build("qwen3_moe", {}, {})
+    assert config.moe_router_load_balancing_type == "none"
+    assert config.moe_aux_loss_coeff == 0
+    assert config.moe_router_dtype == "fp32"
+    assert not config.moe_router_pre_softmax
+    assert _build("qwen3_moe", {"norm_topk_prob": False}, {}).moe_router_pre_softmax
