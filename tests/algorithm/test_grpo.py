@@ -1,7 +1,7 @@
 """GRPO's clipped loss against plain Python."""
 
+import algorithm_reference as reference
 import pytest
-import reference
 import torch
 
 from megatron_fr.algorithm.grpo import grpo_loss

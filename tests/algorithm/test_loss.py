@@ -3,8 +3,8 @@
 import itertools
 import math
 
+import algorithm_reference as reference
 import pytest
-import reference
 import torch
 
 from megatron_fr.algorithm.loss import flash_reinforce_loss

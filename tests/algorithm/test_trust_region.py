@@ -3,8 +3,8 @@
 import itertools
 import math
 
+import algorithm_reference as reference
 import pytest
-import reference
 import torch
 
 from megatron_fr.algorithm.trust_region import bernoulli_kl, sequence_mean
