@@ -81,10 +81,10 @@ def first_node(nodelist: str) -> str:
     Raises:
         ConfigError: the list is empty.
     """
-    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodelist.strip())
-    if match is None:
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist.strip())
+    if first is None:
         raise ConfigError(f"SLURM_STEP_NODELIST={nodelist!r} names no node; set MASTER_ADDR to rank 0's host")
-    return "".join(part or "" for part in match.groups())
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
 
 
 def _from_mpi(environ: Mapping[str, str], rank: int, size: int, local: str | None) -> RankInfo:
