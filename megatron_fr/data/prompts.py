@@ -22,22 +22,22 @@ def load_prompts(source: str | Path, split: str = "train") -> list[Prompt]:
     in the source where it is missing). Everything else becomes the prompt's metadata.
 
     Args:
-        source: a ``.jsonl`` or ``.parquet`` file, else the name of a hub dataset, read with the ``datasets`` package.
-        split: of a hub dataset.
+        source: a ``.jsonl`` or ``.parquet`` file; else a folder or the name of a hub dataset that the ``datasets``
+            package can read.
+        split: of such a dataset.
 
     Raises:
         ConfigError: the source does not exist or a record is malformed; names the file, the line and the field.
     """
     path = Path(source)
-    if path.suffix in _FORMATS or path.exists():
+    if path.suffix in _FORMATS or path.is_file():
         if not path.is_file():
-            what = "is a folder" if path.is_dir() else "does not exist"
-            raise ConfigError(f"prompts {str(path)!r}: {what}; give a file that ends in {' or '.join(_FORMATS)}")
+            raise ConfigError(f"prompts {str(path)!r}: there is no such file; give one that ends in .jsonl or .parquet")
         if path.suffix not in _FORMATS:
             raise ConfigError(f"prompts {str(path)!r}: unknown format {path.suffix!r}; give {' or '.join(_FORMATS)}")
         records: Iterable[_Record] = _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
     else:
-        records = _read_hub(str(source), split)
+        records = _read_dataset(str(source), split)
     prompts = [_prompt(where, number, record) for where, number, record in records]
     if not prompts:
         raise ConfigError(f"prompts {str(source)!r}: holds no record")
@@ -135,7 +135,7 @@ def _read_parquet(path: Path) -> Iterator[_Record]:
         raise ConfigError(f"prompts {str(path)!r}: is no readable parquet file: {error}") from error
 
 
-def _read_hub(name: str, split: str) -> Iterable[_Record]:
+def _read_dataset(name: str, split: str) -> Iterable[_Record]:
     try:
         import datasets
     except ImportError as error:
@@ -148,7 +148,7 @@ def _read_hub(name: str, split: str) -> Iterable[_Record]:
     except Exception as error:  # the hub's errors share no base class
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(
-            f"prompts {name!r}: is neither a file nor a hub dataset that could be read (split {split!r}): {reason[0]}"
+            f"prompts {name!r}: is neither a file nor a dataset that could be read (split {split!r}): {reason[0]}"
         ) from error
     return ((f"prompts {name!r}, row {i + 1}", i, dict(record)) for i, record in enumerate(dataset))
 

@@ -375,7 +375,8 @@ async def main():
     lax = ForkServer(isolate=True)
     await lax.start()
     print(sorted(lax.isolation), (await lax.run_code("print(6 * 7)", ToolLimits())).output)
-    loop = await lax.run_code("import os, time\\nif os.fork() == 0: time.sleep(600)\\nwhile True: pass", ToolLimits(timeout_s=1))
+    endless = "import os, time\\nif os.fork() == 0: time.sleep(600)\\nwhile True: pass"
+    loop = await lax.run_code(endless, ToolLimits(timeout_s=1))
     print(loop.timed_out)
     await lax.stop()
 asyncio.run(main())
@@ -399,7 +400,9 @@ def test_without_network_namespaces_it_refuses_to_start_unless_told_not_to() -> 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root to become somebody else")
 def test_an_ordinary_user_gets_the_same_isolation_through_a_user_namespace() -> None:
     code = (
-        "import asyncio\nfrom megatron_fr.agents.forkserver import ForkServer\nfrom megatron_fr.config import ToolLimits\n"
+        "import asyncio\n"
+        "from megatron_fr.agents.forkserver import ForkServer\n"
+        "from megatron_fr.config import ToolLimits\n"
         "async def main():\n"
         "    server = ForkServer(isolate=True, require_network_isolation=True)\n"
         "    await server.start()\n"
@@ -407,13 +410,20 @@ def test_an_ordinary_user_gets_the_same_isolation_through_a_user_namespace() -> 
         "    bomb = 'import os, time\\nn = 0\\ntry:\\n    while True:\\n        if os.fork() == 0: time.sleep(600)\\n"
         "        n += 1\\nexcept OSError: print(n)'\n"
         "    print((await server.run_code(bomb, ToolLimits())).output.strip())\n"
-        "    print((await server.run_code('open(\"/tmp/x\", \"w\")', ToolLimits())).error)\n"
+        '    print((await server.run_code(\'open("/tmp/x", "w")\', ToolLimits())).error)\n'
         "    await server.stop()\n"
         "asyncio.run(main())\n"
     )
     # Reading stays allowed, as the interpreter may live in root's home.
     read = "+dac_read_search"
-    become = ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups", f"--inh-caps={read}", f"--ambient-caps={read}"]
+    become = [
+        "setpriv",
+        "--reuid=12345",
+        "--regid=12345",
+        "--clear-groups",
+        f"--inh-caps={read}",
+        f"--ambient-caps={read}",
+    ]
     done = subprocess.run(
         [*become, sys.executable, "-B", "-c", code],
         capture_output=True,

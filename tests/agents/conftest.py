@@ -1,0 +1,14 @@
+"""Fixtures of the agent tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_fr.tiny import make_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    return make_tokenizer()

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from megatron_fr.agents.contract import Prompt, RewardInput
+from megatron_fr.agents.rewards import FatalRewardError, RewardRunner
+from megatron_fr.config import RewardConfig
+from megatron_fr.errors import RewardError
+
+BY_TEXT = "reward_functions:by_text"
+
+
+def episode(text: str) -> RewardInput:
+    prompt = Prompt("p7", ({"role": "user", "content": "hé?"},), 42, {"level": [1, None]})
+    messages = (*prompt.messages, {"role": "assistant", "content": text})
+    return RewardInput(prompt, messages, text, "length", 3, 1)
+
+
+def scored[T](function: str, work: Callable[[RewardRunner], Awaitable[T]], **config: Any) -> T:
+    async def main() -> T:
+        runner = RewardRunner(RewardConfig(function=function, **config))
+        await runner.start()
+        try:
+            return await work(runner)
+        finally:
+            await runner.stop()
+
+    return asyncio.run(main())
+
+
+def test_the_function_gets_the_whole_input_and_its_parts_come_back() -> None:
+    reward, parts = scored("reward_functions:echo", lambda runner: runner.score(episode("0.5")))
+    assert reward == 0.5
+    assert parts == {"calls": 3.0, "errors": 1.0, "answer": 42.0}
+
+
+def test_a_plain_number_is_a_reward_without_parts() -> None:
+    assert scored(BY_TEXT, lambda runner: runner.score(episode("x"))) == (1.0, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("raise", "ValueError: this is not a number"),
+        ("die", "exit status 5"),
+        ("nan", "returned reward=nan"),
+        ("none", "TypeError"),
+        ("no reward", "without 'reward'"),
+    ],
+)
+def test_a_failing_call_is_an_error_with_its_reason_and_the_runner_goes_on(text: str, reason: str) -> None:
+    async def work(runner: RewardRunner) -> None:
+        with pytest.raises(RewardError, match=reason) as caught:
+            await runner.score(episode(text))
+        assert not getattr(caught.value, "fatal", False)
+        assert "reward.function='reward_functions:by_text' on prompt 'p7'" in str(caught.value)
+        assert (await runner.score(episode("x")))[0] == 1.0
+
+    scored(BY_TEXT, work)
+
+
+def test_a_call_that_hangs_is_an_error_that_names_the_limit() -> None:
+    async def work(runner: RewardRunner) -> None:
+        with pytest.raises(RewardError, match=r"took longer than 0.5 s; raise reward.timeout_s=0.5"):
+            await runner.score(episode("hang"))
+
+    scored(BY_TEXT, work, timeout_s=0.5)
+
+
+def test_too_many_errors_in_a_row_are_fatal_and_a_success_between_resets_the_count() -> None:
+    async def work(runner: RewardRunner) -> None:
+        for text in ("raise", "raise", "x", "raise", "raise"):
+            if text == "x":
+                await runner.score(episode(text))
+                continue
+            with pytest.raises(RewardError) as caught:
+                await runner.score(episode(text))
+            assert not isinstance(caught.value, FatalRewardError)
+        reason = r"failed 3 times in a row \(reward.max_consecutive_errors\): ValueError: this is not a number"
+        with pytest.raises(FatalRewardError, match=reason) as last:
+            await runner.score(episode("raise"))
+        assert last.value.fatal
+
+    scored(BY_TEXT, work, max_consecutive_errors=3)
+
+
+def test_calls_run_side_by_side_each_in_its_own_process_with_the_runs_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("REWARD_TEST_KEY", "17")
+
+    async def work(runner: RewardRunner) -> None:
+        started = time.monotonic()
+        slow = await asyncio.gather(*(runner.score(episode("slow")) for _ in range(8)))
+        assert [reward for reward, _ in slow] == [0.25] * 8
+        assert time.monotonic() - started < 8 * 0.5
+        parts = [(await runner.score(episode("pid")))[1] for _ in range(2)]
+        assert parts[0]["pid"] != parts[1]["pid"]
+        assert parts[0]["key"] == 17
+
+    scored(BY_TEXT, work)
+
+
+def test_a_killed_reward_process_is_started_again_with_the_function_imported() -> None:
+    async def work(runner: RewardRunner) -> None:
+        pid = runner._server.pid
+        assert pid is not None
+        hanging = asyncio.create_task(runner.score(episode("hang")))
+        await asyncio.sleep(0.3)
+        os.killpg(pid, signal.SIGKILL)
+        with pytest.raises(RewardError, match="died during this call"):
+            await hanging
+        assert await runner.score(episode("x")) == (1.0, {})
+        assert runner._server.pid != pid
+
+    scored(BY_TEXT, work)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("no_such_module:f", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("reward_functions:nope", "has no attribute 'nope'"),
+        ("reward_functions:NOT_CALLABLE", "not callable"),
+        ("reward_functions", "is no import path"),
+        ("reward_functions:", "is no import path"),
+    ],
+)
+def test_a_function_that_cannot_be_imported_is_refused_at_the_start(function: str, reason: str) -> None:
+    async def main() -> None:
+        runner = RewardRunner(RewardConfig(function=function))
+        try:
+            with pytest.raises(RewardError) as caught:
+                await runner.start()
+        finally:
+            await runner.stop()
+        assert f"reward.function={function!r}" in str(caught.value)
+        assert reason in str(caught.value)
+        assert "give module:function" in str(caught.value)
+
+    asyncio.run(main())
+
+
+def test_the_arithmetic_reward_runs_in_the_child() -> None:
+    prompt = Prompt("p", ({"role": "user", "content": "?"},), 1617, {"intermediate": 1776})
+
+    async def work(runner: RewardRunner) -> list[tuple[float, dict[str, float]]]:
+        texts = ("\\boxed{1617}", "\\boxed{1776}", "1617")
+        return [await runner.score(RewardInput(prompt, (), text, "stop", 1, 0)) for text in texts]
+
+    right, early, bare = scored("megatron_fr.agents.arithmetic:exact_answer", work)
+    assert right == (1.0, {"answered": 1.0, "stopped_early": 0.0, "used_tool": 1.0})
+    assert early == (0.0, {"answered": 1.0, "stopped_early": 1.0, "used_tool": 1.0})
+    assert bare == (0.0, {"answered": 0.0, "stopped_early": 0.0, "used_tool": 1.0})
