@@ -24,7 +24,7 @@ def test_an_advantage_of_0_is_no_failure():
     assert failure_token_mask(torch.rand(1, 4), mask, torch.zeros(1), 0.25).all()
 
 
-@pytest.mark.parametrize("quantile", [0.1, 0.3, 0.55, 0.7, 0.9, 1.0, 1e-3])
+@pytest.mark.parametrize("quantile", [0.1, 0.3, 0.55, 0.7, 0.9, 1.0, 1e-3, 1e-12])
 def test_the_count_is_the_exact_ceiling_not_that_of_the_binary_product(quantile):
     lengths = torch.arange(0, 301)
     mask = torch.arange(300)[None, :] < lengths[:, None]

@@ -52,4 +52,5 @@ def test_tiny_drift_near_certainty_keeps_its_digits():
 
 def test_the_sequence_mean_is_never_negative_and_0_without_tokens():
     got = sequence_mean(torch.tensor([-1e-12, 0.0, 0.3]).double(), torch.tensor([4.0, 0.0, 3.0]).double())
-    assert got.tolist() == pytest.approx([0, 0, 0.1])
+    assert got[:2].tolist() == [0, 0]
+    assert got[2].item() == pytest.approx(0.1)
