@@ -16,6 +16,7 @@ root=${MEGATRON_FR_ENV_ROOT:-$HOME/.cache/megatron-fr}
 constraints=$checkout/launch/constraints.txt
 venv=$checkout/.venv
 needed_gb=15
+transformer_engine=2.20.2 # with --gpu; its torch part is compiled here
 
 say() { echo "env: $*" >&2; }
 fail() { say "error: $*"; exit 1; }
@@ -46,7 +47,7 @@ read -r python version <<<"$(find_python || true)"
 [[ -n ${python:-} ]] || fail "no Python 3.12 with the venv module; install it ('pyenv install 3.12', or your" \
   "distribution's python3.12 and python3.12-venv) or point MEGATRON_FR_PYTHON at one"
 
-key=$({ cat "$constraints"; echo "$python $version $extra"; } | sha256sum | cut -c1-16)
+key=$({ cat "$constraints"; echo "$python $version ${extra:+$extra $transformer_engine}"; } | sha256sum | cut -c1-16)
 base=$root/$key
 mkdir -p "$root" || fail "cannot write to $root; set MEGATRON_FR_ENV_ROOT to a folder on a large disk"
 stamp=$({ echo "$base $checkout"; cat "$checkout/setup.py"; } | sha256sum | cut -c1-16)
@@ -65,7 +66,7 @@ install_base() {
   pip_install "$log" --no-deps -r "$constraints"
   if [[ $extra == gpu ]]; then
     say "building Transformer Engine against the installed torch"
-    pip_install "$log" --no-build-isolation -c "$constraints" "transformer-engine[core_cu13,pytorch]"
+    pip_install "$log" --no-build-isolation -c "$constraints" "transformer-engine[core_cu13,pytorch]==$transformer_engine"
   fi
   touch "$base/.complete"
 }
