@@ -91,6 +91,11 @@ class EngineSession:
                 return Generation(tuple(turn), "aborted")
         return Generation(tuple(turn), "length")
 
+    @property
+    def num_action_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return self._num_actions
+
     def finish(
         self,
         outcome: Outcome,
@@ -108,12 +113,7 @@ class EngineSession:
         them, so they have no routes.
         """
         used = max((i for i, acted in enumerate(self._mask) if acted), default=len(self._tokens) - 1) + 1
-        routes: npt.NDArray[Any] | None = None
-        route_error = self._route_error
-        if self._want_routes and route_error is None and self._num_actions:
-            routes = np.concatenate(self._routes)
-            if len(routes) != used - 1:
-                routes, route_error = None, f"{len(routes)} rows for {used} tokens"
+        routes, route_error = self._stitched(used)
         return Trajectory(
             id=trajectory_id,
             prompt_id=prompt_id,
@@ -169,6 +169,14 @@ class EngineSession:
             self._drop_routes(
                 f"the engine returned {len(rows)} rows from row {self._rows} on, expected {total - self._rows}"
             )
+
+    def _stitched(self, num_tokens: int) -> tuple[npt.NDArray[Any] | None, str | None]:
+        if not self._want_routes or self._route_error is not None or not self._routes:
+            return None, self._route_error
+        routes = np.concatenate(self._routes)
+        if len(routes) != num_tokens - 1:
+            return None, f"{len(routes)} rows for {num_tokens} tokens"
+        return routes, None
 
     def _drop_routes(self, reason: str) -> None:
         self._route_error = reason

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megatron_fr.rollout.engine import Engine, EngineSpec
@@ -53,5 +55,23 @@ def engine(spec: Callable[..., EngineSpec]) -> Iterator[Engine]:
     """A running server with routes. Tests that change its weights put the first model back."""
     server = Engine(spec())
     asyncio.run(server.start())
+    family = family_of(server.pid)
+    assert len(family) > 1  # the server has processes of its own
     yield server
+    started = time.monotonic()
     asyncio.run(server.stop())
+    assert time.monotonic() - started < 3.5
+    assert not [p for p in family if alive(p)]
+
+
+def family_of(pid: int | None) -> list[psutil.Process]:
+    """A process and all its descendants."""
+    root = psutil.Process(pid)
+    return [root, *root.children(recursive=True)]
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -20,7 +20,7 @@ def load(path: Path) -> Any:
 def forward(
     path: Path, tokens: list[int], *, past: Any = None, temperature: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray, Any]:
-    """Log-probabilities ``[len(tokens), vocab]``, routes ``[len(tokens), layers, 2]`` and the cache after ``tokens``."""
+    """Log-probabilities ``[N, vocab]``, routes ``[N, layers, 2]`` and the cache after the ``N`` tokens."""
     with torch.no_grad():
         out = load(path)(
             input_ids=torch.tensor([tokens]), past_key_values=past, use_cache=True, output_router_logits=True

@@ -1,0 +1,87 @@
+"""The rollout service as a process of its own: ``python -m megatron_fr.rollout --config X [section.field=value]``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_fr.config import RunConfig, load_config
+from megatron_fr.errors import MegatronFRError
+from megatron_fr.rollout.service import RolloutService
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT (exit status 0), or until the run cannot go on (1)."""
+    parser = argparse.ArgumentParser(prog="python -m megatron_fr.rollout", description=__doc__)
+    parser.add_argument("--config", required=True, help="YAML file of the run")
+    parser.add_argument("--url-file", type=Path, help="write the service's address here once it is ready")
+    parser.add_argument(
+        "--linger-s",
+        type=float,
+        default=30.0,
+        help="after a failure, answer 410 with the reason for this long before exiting",
+    )
+    parser.add_argument("overrides", nargs="*", help="section.field=value")
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        config = load_config(args.config, args.overrides)
+        return asyncio.run(serve(config, args.url_file, args.linger_s))
+    except MegatronFRError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+async def serve(config: RunConfig, url_file: Path | None, linger_s: float) -> int:
+    """Run the service until a signal or a failure; returns the exit status.
+
+    Raises:
+        MegatronFRError: it did not start.
+    """
+    asked = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked.set)
+    service = RolloutService(config)
+    stopping = asyncio.create_task(asked.wait())
+    starting = asyncio.create_task(service.start())
+    try:
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            return 0
+        await starting
+        print(f"rollout service ready at {service.url}", flush=True)
+        if url_file is not None:
+            _write_atomically(url_file, service.url + "\n")
+        waited_for: set[asyncio.Future[Any]] = {service.failure, stopping}
+        await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
+        if asked.is_set():
+            return 0
+        print(f"error: {service.failure.result()}", file=sys.stderr, flush=True)
+        # The trainer asks for its next batch and must learn the reason, not find a closed port.
+        await asyncio.wait({stopping}, timeout=linger_s)
+        return 1
+    finally:
+        stopping.cancel()
+        await service.stop()
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""From a run's configuration to the parts of the rollout service. Nothing here starts a process."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+from megatron_fr.bridge.dims import Dims
+from megatron_fr.config import RunConfig
+from megatron_fr.device import Device
+from megatron_fr.errors import ConfigError, ModelError
+from megatron_fr.rollout.engine import EngineSpec
+from megatron_fr.trajectory import ModelLimits
+
+_ANY_ADDRESS = ("0.0.0.0", "::", "")
+
+
+def load_hf_config(path: str) -> Any:
+    """The transformers configuration of the policy.
+
+    Raises:
+        ModelError: there is none.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(f"model.path={path!r} is no Hugging Face model: {reason}") from error
+
+
+def load_tokenizer(path: str) -> Any:
+    """The policy's tokenizer.
+
+    Raises:
+        ModelError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(f"model.path={path!r} has no usable tokenizer: {reason}") from error
+
+
+def model_limits(hf_config: Any, max_context: int) -> ModelLimits:
+    """What trajectories of this model may contain."""
+    dims = Dims.from_hf(hf_config)
+    return ModelLimits(
+        vocab_size=dims.vocab,
+        max_context=max_context,
+        num_moe_layers=dims.layers if dims.experts else 0,
+        top_k=dims.top_k if dims.experts else 0,
+        num_experts=dims.experts,
+    )
+
+
+def wants_routes(config: RunConfig, limits: ModelLimits) -> bool:
+    """Routes are asked for when the trainer replays them; dense models have none."""
+    return config.train.routing_replay == "rollout" and limits.num_moe_layers > 0
+
+
+def engine_specs(config: RunConfig, device: Device, limits: ModelLimits) -> list[EngineSpec]:
+    """One specification an engine; their logs go to ``output/logs``.
+
+    Raises:
+        ConfigError: there are fewer GPUs than the engines need.
+    """
+    rollout = config.rollout
+    if device.kind == "cuda":
+        import torch
+
+        needed, visible = rollout.engines * rollout.engine_tensor, torch.cuda.device_count()
+        if needed > visible:
+            raise ConfigError(
+                f"rollout.engines={rollout.engines} x rollout.engine_tensor={rollout.engine_tensor} need {needed} "
+                f"GPUs, {visible} are visible; start fewer engines, or show the rollout service more GPUs"
+            )
+    # One engine may get more than its share while others are slow; evaluation runs beside the rollouts.
+    share = -(-rollout.runners // rollout.engines)
+    return [
+        EngineSpec(
+            model_path=config.model.path,
+            log_path=Path(config.output) / "logs" / f"engine-{index}.log",
+            device=device.kind,
+            dtype=config.model.dtype,
+            host=rollout.host,
+            port=rollout.engine_port + index if rollout.engine_port else 0,
+            index=index,
+            tensor=rollout.engine_tensor,
+            max_context=rollout.max_context,
+            max_running=max(64, share),
+            return_routes=wants_routes(config, limits),
+            seed=config.seed + index,
+            start_timeout_s=rollout.start_timeout_s,
+            args=rollout.engine_args,
+        )
+        for index in range(rollout.engines)
+    ]
+
+
+def advertised_host(host: str) -> str:
+    """The address that others reach a server under which is bound to ``host``."""
+    return socket.gethostname() if host in _ANY_ADDRESS else host

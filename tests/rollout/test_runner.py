@@ -1,0 +1,211 @@
+"""The runner pool's bookkeeping, with episodes that fail on command (a real engine does not)."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from samples import trajectory
+
+from megatron_fr.agents.contract import Prompt
+from megatron_fr.agents.rewards import FatalRewardError
+from megatron_fr.errors import EngineError, MegatronFRError, TrajectoryError
+from megatron_fr.rollout import runner as runner_module
+from megatron_fr.rollout.queue import TrajectoryQueue
+from megatron_fr.rollout.runner import RunnerPool
+from megatron_fr.rollout.staleness import AdmissionGate
+from megatron_fr.trajectory import ModelLimits, Trajectory
+
+LIMITS = ModelLimits(vocab_size=100, max_context=8)
+Play = Callable[[str, str], Awaitable[None]]  # trajectory id, prompt id
+
+
+class ScriptedPlayer:
+    """Asks ``script`` what happens to an episode; returns a valid trajectory when it does not raise."""
+
+    def __init__(self, script: Play) -> None:
+        self._script = script
+        self.played: list[str] = []
+        self.running = self.most_running = 0
+
+    async def play(self, prompt: Prompt, *, trajectory_id: str, group_id: str, queued_s: float) -> Trajectory:
+        self.played.append(trajectory_id)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            await self._script(trajectory_id, prompt.id)
+        finally:
+            self.running -= 1
+        return trajectory(trajectory_id, group=group_id, prompt_id=prompt.id)
+
+
+class Bench:
+    def __init__(self, script: Play, *, batch: int, group: int = 1, lag: int = 0, runners: int = 4) -> None:
+        self.gate = AdmissionGate(batch, lag)
+        self.queue = TrajectoryQueue(
+            batch_size=batch, group_size=group, max_policy_lag=100, limits=LIMITS, on_drop=self.gate.drop
+        )
+        self.player = ScriptedPlayer(script)
+        self.fatal: list[MegatronFRError] = []
+        self.pool = RunnerPool(
+            self.player,  # type: ignore[arg-type]
+            (Prompt(f"p{i}", ()) for i in itertools.count()),
+            self.gate,
+            self.queue,
+            runners=runners,
+            group_size=group,
+            on_fatal=self.fatal.append,
+        )
+
+    async def batch(self) -> list[str]:
+        async with asyncio.timeout(5):
+            while (batch := self.queue.lease(0)) is None:
+                await self.pool.wait_arrival()
+        self.queue.commit(batch.batch_id)
+        self.gate.commit()
+        self.pool.wake()
+        return [t.id for t in batch.trajectories]
+
+
+@pytest.fixture(autouse=True)
+def _no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "_BACKOFF_S", 0.0)
+
+
+def run(bench: Callable[[], Any]) -> Any:
+    async def body() -> Any:
+        return await bench()
+
+    return asyncio.run(body())
+
+
+def test_runners_work_side_by_side_and_never_pass_the_gate() -> None:
+    async def body() -> None:
+        async def script(*_: str) -> None:
+            await asyncio.sleep(0.01)
+            live = bench.gate.started - bench.gate.consumed_batches * 6
+            assert live <= 2 * 6
+
+        bench = Bench(script, batch=6, lag=1, runners=5)
+        bench.pool.start()
+        seen = [i for _ in range(5) for i in await bench.batch()]
+        await bench.pool.stop()
+        assert len(seen) == len(set(seen)) == 30
+        assert bench.player.most_running == 5
+        assert (bench.gate.failed, bench.pool.in_flight, bench.fatal) == (0, 0, [])
+
+    run(body)
+
+
+def test_with_a_closed_gate_the_pool_waits() -> None:
+    async def body() -> None:
+        async def script(*_: str) -> None: ...
+
+        bench = Bench(script, batch=3, lag=0)
+        bench.pool.start()
+        await asyncio.sleep(0.05)
+        assert len(bench.player.played) == 3
+        await bench.batch()
+        await asyncio.sleep(0.05)
+        assert len(bench.player.played) == 6
+        await bench.pool.stop()
+
+    run(body)
+
+
+def test_a_failed_member_is_tried_again_so_that_its_group_completes(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        failures = Counter[str]()
+
+        async def script(trajectory_id: str, _: str) -> None:
+            await asyncio.sleep(0)
+            if trajectory_id.startswith("000000-1") and failures["x"] < 2:
+                failures["x"] += 1
+                raise EngineError("the engine said no")
+
+        bench = Bench(script, batch=4, group=2)
+        bench.pool.start()
+        got = await bench.batch()
+        await bench.pool.stop()
+        assert sorted(got) == ["000000-0", "000000-1-retry2", "000001-0", "000001-1"]
+        assert bench.gate.failed == 2
+        assert bench.gate.live in (4, 8)  # the batch just consumed, and perhaps the next one
+        assert "trajectory 000000-1 (prompt 'p0', attempt 1) failed; it is tried again: EngineError" in caplog.text
+
+    run(body)
+
+
+def test_a_group_that_cannot_complete_is_given_up_and_replaced() -> None:
+    async def body() -> None:
+        async def script(trajectory_id: str, prompt_id: str) -> None:
+            await asyncio.sleep(0.001)
+            if prompt_id == "p0" and "-1" in trajectory_id:
+                raise ValueError("a bug in the agent")
+
+        bench = Bench(script, batch=4, group=2)
+        bench.pool.start()
+        got = await bench.batch()
+        assert {i.split("-")[0] for i in got} == {"000001", "000002"}
+        assert (bench.gate.failed, bench.gate.dropped) == (3, 1)
+        got = await bench.batch()
+        assert {i.split("-")[0] for i in got} == {"000003", "000004"}
+        await bench.pool.stop()
+        assert not bench.fatal
+
+    run(body)
+
+
+def test_what_the_queue_refuses_is_counted_and_not_tried_again() -> None:
+    async def body() -> None:
+        async def script(trajectory_id: str, _: str) -> None:
+            if trajectory_id == "000001":
+                raise TrajectoryError("nothing to sample")
+
+        bench = Bench(script, batch=3)
+        bench.pool.start()
+        assert sorted(await bench.batch()) == ["000000", "000002", "000003"]
+        await bench.pool.stop()
+        assert bench.pool.refused == 1
+        assert not [i for i in bench.player.played if "retry" in i]
+
+    run(body)
+
+
+def test_nothing_but_failures_ends_the_run_with_the_last_reason() -> None:
+    async def body() -> None:
+        async def script(*_: str) -> None:
+            await asyncio.sleep(0)
+            raise EngineError("no route to engine")
+
+        bench = Bench(script, batch=4, runners=2)
+        bench.pool.start()
+        async with asyncio.timeout(5):
+            while not bench.fatal:
+                await asyncio.sleep(0.01)
+        await bench.pool.stop()
+        assert "6 trajectories failed in a row" in str(bench.fatal[0])
+        assert "no route to engine" in str(bench.fatal[0])
+
+    run(body)
+
+
+def test_a_reward_function_that_keeps_failing_ends_the_run_at_once() -> None:
+    async def body() -> None:
+        async def script(*_: str) -> None:
+            raise FatalRewardError("reward.function='x:y' failed 8 times in a row")
+
+        bench = Bench(script, batch=4, runners=1)
+        bench.pool.start()
+        await asyncio.sleep(0.05)
+        await bench.pool.stop()
+        assert [str(e) for e in bench.fatal] == ["reward.function='x:y' failed 8 times in a row"]
+
+    run(body)
