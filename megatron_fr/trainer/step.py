@@ -47,7 +47,6 @@ class TrainStep:
         vocab_size: the true vocabulary, without the padding that TP needs.
         temperature: of the rollouts.
         replay: routing replay, or None.
-        causal_mask: whether the attention needs an explicit mask (Megatron's local attention does, TE's does not).
     """
 
     chunks: Sequence[DistributedDataParallel]
@@ -57,7 +56,6 @@ class TrainStep:
     vocab_size: int
     temperature: float
     replay: RoutingReplay | None
-    causal_mask: bool
     forwards: int = field(default=0, init=False)
     _routes: torch.Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64), init=False)
 
@@ -121,12 +119,8 @@ class TrainStep:
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
         batch = next(iterator)
         self.forwards += 1
-        positions = batch.num_positions
-        mask = None
-        if self.causal_mask:
-            ones = torch.ones((positions, positions), dtype=torch.bool, device=batch.tokens.device)
-            mask = ones.triu(1)[None, None]  # true: not attended. Padding is at the end, so causality hides it.
-        output = model(batch.tokens, batch.position_ids, mask)
+        # No mask: attention is causal, and padding stands at the end of a row.
+        output = model(batch.tokens, batch.position_ids, None)
         return output, partial(loss, batch)
 
     def _training_loss(

@@ -1,0 +1,57 @@
+"""``python -m megatron_fr.trainer --config FILE --service URL [section.field=value ...]``: one trainer rank.
+
+``torchrun``, ``srun`` or MPI start one such process a GPU; alone it is a world of one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+
+from megatron_fr.config import load_config
+from megatron_fr.device import prepare_process, resolve_device
+from megatron_fr.errors import MegatronFRError
+
+
+def main() -> int:
+    """Run one rank; 0 when it trained to the end or stopped on request, 1 with one clear line otherwise."""
+    parser = argparse.ArgumentParser(prog="python -m megatron_fr.trainer")
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--service", required=True, help="URL of the rollout service")
+    parser.add_argument("overrides", nargs="*", help="section.field=value")
+    arguments = parser.parse_args()
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        device = resolve_device(config.device)
+        prepare_process(device)
+        # Only now: these import Megatron-Core, which the device has to be prepared for.
+        from megatron_fr.trainer.distributed import initialize, shutdown
+        from megatron_fr.trainer.loop import StopRequest, TrainerLoop
+
+        stop = StopRequest()
+        info = initialize(config.parallel, device, config.seed, timeout_s=config.sync.timeout_s)
+        loop = TrainerLoop(config, device, info, arguments.service, stop)
+        checkpoint = loop.run()
+        loop.close()
+        if info.rank == 0:
+            print(f"checkpoint: {checkpoint}", flush=True)
+        shutdown()
+    except MegatronFRError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    # Ranks that fail must not wait for the others in atexit handlers of the process group.
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        import os
+
+        os._exit(code)

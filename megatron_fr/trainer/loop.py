@@ -1,0 +1,164 @@
+"""The trainer's main loop: lease, update, sync, commit, until all updates are done or someone asks it to stop."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_fr.config import RunConfig
+from megatron_fr.device import Device
+from megatron_fr.observe.metrics import MetricsWriter
+from megatron_fr.observe.progress import Progress
+from megatron_fr.trainer.client import RolloutClient
+from megatron_fr.trainer.distributed import RankInfo
+from megatron_fr.trainer.feed import Batch, BatchFeed, Shutdown, from_rank_zero
+from megatron_fr.trainer.policy import Policy, build_policy
+from megatron_fr.trainer.step import StepReport
+from megatron_fr.trainer.sync import SyncMetrics, WeightSync
+
+
+class StopRequest:
+    """Remembers SIGTERM and SIGINT; only rank 0's memory counts, the others learn it with the next batch."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._ask)
+
+    def _ask(self, *_: Any) -> None:
+        self.asked = True
+
+    def __bool__(self) -> bool:
+        return self.asked
+
+
+class TrainerLoop:
+    """One per rank; the process groups must exist.
+
+    Args:
+        service_url: of the rollout service.
+
+    Raises:
+        MegatronFRError: the model cannot be built, or the engines cannot be reached.
+    """
+
+    def __init__(self, config: RunConfig, device: Device, info: RankInfo, service_url: str, stop: StopRequest) -> None:
+        self._config = config
+        self._stop = stop
+        self._policy: Policy = build_policy(config, device)
+        self._client = RolloutClient(service_url)
+        self._feed = BatchFeed(
+            self._client,
+            self._policy.objective,
+            micro_batch_size=config.train.micro_batch_size,
+            route_shape=self._policy.route_shape,
+            pad_multiple=self._policy.pad_multiple,
+            sequence_slice=self._policy.sequence_slice,
+            device=device.torch_device,
+        )
+        # Engines on other machines need an address that they can reach; on one machine the loopback is enough.
+        host = config.rollout.host if info.master_addr in ("127.0.0.1", "localhost") else socket.gethostname()
+        self._sync = WeightSync(config, device, self._policy, self._feed, self._client, host)
+        self._first_rank = dist.get_rank() == 0
+        self._update = 0
+        self._version = 0
+
+    def run(self) -> Path:
+        """Train to the end, or until asked to stop.
+
+        Returns:
+            the folder of the last checkpoint.
+        """
+        config = self._config
+        writer = MetricsWriter(config.output) if self._first_rank else None
+        progress = Progress(config.train.num_updates)
+
+        def record(row: Mapping[str, float]) -> None:
+            if writer is not None:
+                progress.update(writer.write(row))
+
+        try:
+            # A forced first push: from here on engines and trainer agree, whatever the engines loaded.
+            first = self._sync.push(self._version)
+            record({"update": 0, "version": 0, **_sync_row(first), **self._evaluate("start")})
+            while self._update < config.train.num_updates:
+                record(self._one_update())
+                if config.checkpoint.every and self._update % config.checkpoint.every == 0:
+                    self.save()
+        except Shutdown:
+            if self._first_rank:
+                print(f"asked to stop after update {self._update}: saving a checkpoint", flush=True)
+        finally:
+            if writer is not None:
+                writer.close()
+        return self.save()
+
+    def save(self) -> Path:
+        """Write the current weights as a Hugging Face folder, unless this update's is there already."""
+        folder = self._config.output / "checkpoints" / f"update-{self._update:06d}"
+        if not from_rank_zero(folder.exists):
+            self._policy.save_hf(folder)
+        return folder
+
+    def close(self) -> None:
+        """Leave the update group and drop the connections."""
+        self._sync.close()
+        self._client.close()
+
+    def _one_update(self) -> dict[str, float]:
+        started = time.monotonic()
+        batch = self._feed.next(self._version, lambda: bool(self._stop))
+        report = self._train(batch)
+        sync: SyncMetrics | None = None
+        if report.stepped:
+            self._version += 1
+            sync = self._sync.push(self._version)
+        self._update += 1
+        if self._first_rank:
+            self._client.commit(batch.lease.batch_id, version=self._version, stepped=report.stepped)
+        seconds = time.monotonic() - started
+        every, total = self._config.evaluation.every, self._config.train.num_updates
+        evaluate = self._update == total or (every and self._update % every == 0)
+        return {
+            "update": self._update,
+            "version": self._version,
+            **batch.lease.metrics,
+            **report.metrics,
+            **_sync_row(sync),
+            "train/stepped": float(report.stepped),
+            "train/tokens_per_s": batch.num_tokens / seconds,
+            "time/wait": batch.wait_s,
+            "time/forward_backward": report.forward_backward_s,
+            "time/optimizer": report.optimizer_s,
+            "time/sync": sync.seconds if sync else 0.0,
+            "time/update": seconds,
+            "time/trainer_idle": batch.wait_s / seconds,
+            **(self._evaluate(f"update-{self._update}") if evaluate else {}),
+        }
+
+    def _train(self, batch: Batch) -> StepReport:
+        if not batch.signal and self._config.train.skip_without_signal:
+            self._policy.step.skip()
+            return StepReport({}, 0.0, 0.0, stepped=False)
+        return self._policy.step.update(batch.micro_batches, batch.constants)
+
+    def _evaluate(self, name: str) -> dict[str, float]:
+        if self._config.data.eval is None:
+            return {}
+        metrics = from_rank_zero(lambda: self._client.evaluate(name))
+        return {f"eval/{key}": value for key, value in metrics.items()}
+
+
+def _sync_row(sync: SyncMetrics | None) -> dict[str, float]:
+    if sync is None:
+        return {}
+    row = {"sync/seconds": sync.seconds, "sync/bytes": float(sync.num_bytes)}
+    if sync.probe_difference is not None:
+        row["sync/probe_logprob_diff"] = sync.probe_difference
+    return row

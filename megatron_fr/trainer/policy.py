@@ -1,0 +1,98 @@
+"""The policy and everything that updates it, assembled from the run's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_fr.bridge import iter_hf_tensors, load_hf_weights, save_hf_folder
+from megatron_fr.bridge.dims import Dims
+from megatron_fr.config import RunConfig
+from megatron_fr.device import Device
+from megatron_fr.errors import ConfigError
+from megatron_fr.trainer.batch import RouteShape, SequenceSlice
+from megatron_fr.trainer.model import build_model, read_hf_config, torch_dtype, uses_sequence_parallel
+from megatron_fr.trainer.objective import Objective
+from megatron_fr.trainer.optimizer import make_optimizer, make_schedule, wrap_for_training
+from megatron_fr.trainer.routing_replay import RoutingReplay
+from megatron_fr.trainer.step import TrainStep
+
+
+@dataclass
+class Policy:
+    """One rank's share of the model, and its update.
+
+    Attributes:
+        hf_config: of the Hugging Face folder it came from.
+        chunks: the bare Megatron-Core model chunks.
+        route_shape: of the routes to replay; None where nothing is replayed.
+        pad_multiple: what sequence lengths must be a multiple of.
+        sequence_slice: this rank's sequence-parallel part.
+    """
+
+    hf_config: Any
+    source: Path
+    chunks: Sequence[torch.nn.Module]
+    step: TrainStep
+    objective: Objective
+    route_shape: RouteShape | None
+    pad_multiple: int
+    sequence_slice: SequenceSlice
+
+    def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Current weights under their Hugging Face names; a collective, data on global rank 0 only."""
+        return iter_hf_tensors(self.chunks, self.hf_config)
+
+    def save_hf(self, folder: Path) -> None:
+        """Write a complete Hugging Face folder; a collective."""
+        save_hf_folder(self.chunks, self.hf_config, self.source, folder)
+
+
+def build_policy(config: RunConfig, device: Device) -> Policy:
+    """Build, load and wrap the model that ``config`` names; the process groups must exist.
+
+    Raises:
+        ModelError: the model folder is missing, damaged or of an unknown architecture.
+        ConfigError: the layout does not fit the model.
+    """
+    if config.parallel.context > 1:
+        raise ConfigError(
+            f"parallel.context={config.parallel.context}: the trainer does not split sequences yet; set it to 1"
+        )
+    hf_config = read_hf_config(config.model.path)
+    source = Path(config.model.path)
+    chunks = build_model(hf_config, config, device)
+    load_hf_weights(chunks, hf_config, source)
+
+    dims = Dims.from_hf(hf_config)
+    replays = config.train.routing_replay == "rollout" and dims.experts > 0
+    recompute = config.train.recompute == "full"
+    sequence_parallel = uses_sequence_parallel(hf_config, config.parallel)
+    ddp_chunks = wrap_for_training(chunks, config.parallel)
+    optimizer = make_optimizer(ddp_chunks, config.optimizer, config.parallel, torch_dtype(config.model.dtype))
+    step = TrainStep(
+        chunks=ddp_chunks,
+        optimizer=optimizer,
+        schedule=make_schedule(optimizer, config.optimizer, config.train.num_updates),
+        objective=Objective(config.algorithm),
+        vocab_size=dims.vocab,
+        temperature=config.rollout.temperature,
+        replay=RoutingReplay(chunks, range(1, dims.layers + 1), recompute=recompute) if replays else None,
+    )
+    return Policy(
+        hf_config=hf_config,
+        source=source,
+        chunks=chunks,
+        step=step,
+        objective=step.objective,
+        route_shape=RouteShape(dims.layers, dims.top_k, dims.experts) if replays else None,
+        pad_multiple=config.parallel.tensor if sequence_parallel else 1,
+        sequence_slice=SequenceSlice(parallel_state.get_tensor_model_parallel_rank(), config.parallel.tensor)
+        if sequence_parallel
+        else SequenceSlice(),
+    )

@@ -1,0 +1,122 @@
+"""The trainer's part of a weight sync: every rank gathers, rank 0 publishes, all of them learn how it went."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_fr.config import RunConfig
+from megatron_fr.device import Device
+from megatron_fr.errors import SyncError
+from megatron_fr.sync.publisher import WeightPublisher
+from megatron_fr.trainer.client import RolloutClient
+from megatron_fr.trainer.feed import BatchFeed, from_rank_zero
+from megatron_fr.trainer.policy import Policy
+
+
+@dataclass(frozen=True)
+class SyncMetrics:
+    """Of one sync: seconds, bytes, and the probe's mean absolute log-probability difference (None without probe)."""
+
+    seconds: float
+    num_bytes: int
+    probe_difference: float | None
+
+
+class WeightSync:
+    """Connects rank 0 to the engines and pushes versions. One per rank.
+
+    Args:
+        host: this machine's address as the engines reach it.
+    """
+
+    def __init__(
+        self, config: RunConfig, device: Device, policy: Policy, feed: BatchFeed, client: RolloutClient, host: str
+    ) -> None:
+        self._config = config
+        self._policy = policy
+        self._feed = feed
+        self._client = client
+        self._engines: list[str] = from_rank_zero(lambda: list(client.status()["engines"]))
+        self._probes = 0
+        self._publisher: WeightPublisher | None = None
+        if dist.get_rank() == 0:
+            self._publisher = WeightPublisher(
+                self._engines,
+                engine_world_size=config.rollout.engine_tensor,
+                backend=device.collective_backend,
+                host=host,
+                max_bucket_bytes=config.sync.bucket_mb * 2**20,
+                timeout_s=config.sync.timeout_s,
+            )
+        from_rank_zero(lambda: self._publisher.connect() if self._publisher else None)
+
+    def push(self, version: int) -> SyncMetrics:
+        """Bring every engine to ``version`` and compare fresh tokens with this model.
+
+        Raises:
+            SyncError: the engines did not take the weights, or compute something else with them.
+        """
+        started = time.monotonic()
+        num_bytes = _gather_and_publish(self._publisher, self._policy, version)
+        seconds = time.monotonic() - started
+        return SyncMetrics(seconds, num_bytes, self._probe(version))
+
+    def close(self) -> None:
+        """Leave the update group."""
+        if self._publisher is not None:
+            self._publisher.close()
+
+    def _probe(self, version: int) -> float | None:
+        sync = self._config.sync
+        if sync.probe_tokens == 0:
+            return None
+        engine = self._engines[self._probes % len(self._engines)]
+        self._probes += 1
+        trajectory = from_rank_zero(lambda: self._client.probe(engine, max_tokens=sync.probe_tokens))
+        batch = self._feed.probe_batch(trajectory)
+        logprobs = self._policy.step.logprobs(batch)
+        total = torch.zeros(2, dtype=torch.float64, device=batch[0].tokens.device)
+        if logprobs and parallel_state.get_tensor_model_parallel_rank() == 0:
+            mask = batch[0].action_mask
+            difference = (logprobs[0] - batch[0].behavior_logprobs).abs()
+            total[0], total[1] = torch.where(mask, difference, 0).double().sum(), mask.sum()
+        dist.all_reduce(total)
+        mean = float(total[0] / total[1].clamp(min=1))
+        if not mean <= sync.max_probe_difference:
+            raise SyncError(
+                f"after the sync to version {version}, engine {engine} and the trainer differ by {mean:.3g} in mean "
+                f"|log-probability| of {int(total[1])} tokens, above sync.max_probe_difference="
+                f"{sync.max_probe_difference}; the engine's weights or numerics are not the trainer's"
+            )
+        return mean
+
+
+def _gather_and_publish(publisher: WeightPublisher | None, policy: Policy, version: int) -> int:
+    """Rank 0 publishes the stream that all ranks gather together; returns the bytes sent, on every rank.
+
+    Raises:
+        SyncError: publishing failed; every rank raises it.
+    """
+    stream = policy.hf_tensors()
+    failure: str | None = None
+    num_bytes = 0
+    if publisher is not None:
+        named = ((name, tensor) for name, tensor in stream if tensor is not None)
+        try:
+            num_bytes = publisher.publish(named, version).num_bytes
+        except SyncError as error:
+            failure = str(error)
+    # The other ranks walk the stream for its collectives; so does rank 0 when publishing broke off half-way.
+    for _ in stream:
+        continue
+    box = [failure, num_bytes]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(box, src=0)
+    if box[0] is not None:
+        raise SyncError(str(box[0]))
+    return int(box[1] or 0)
