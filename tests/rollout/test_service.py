@@ -1,0 +1,246 @@
+"""The whole service over real HTTP: real engine, agent and reward; the trainer is this test."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import yaml
+
+sys.path.insert(0, str(Path(__file__).parent))
+from reference import forward, next_logprobs
+from test_engine_lifecycle import family_of, wait_gone
+
+from megatron_fr.agents.arithmetic import questions
+from megatron_fr.errors import RolloutEnded
+from megatron_fr.trainer.client import Lease, RolloutClient
+from megatron_fr.trajectory import ModelLimits, Trajectory
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+BATCH, LAG = 8, 1
+
+
+class Service:
+    def __init__(self, process: subprocess.Popen[str], url: str, models: list[Path], log: Path) -> None:
+        self.process = process
+        self.client = RolloutClient(url)
+        self.models = models
+        self.log = log
+        self.version = 0
+        self.consumed = 0
+
+    def lease(self) -> Lease:
+        deadline = time.monotonic() + 60
+        while (lease := self.client.lease(self.version, wait_s=2.0)) is None:
+            assert time.monotonic() < deadline, self.client.status()
+        return lease
+
+    def fetch(self, lease: Lease) -> list[Trajectory]:
+        return self.client.fetch([item.id for item in lease.items])
+
+    def drain(self) -> None:
+        """Consume what is left, until the service ends the run."""
+        for _ in range(20):
+            lease = self.client.lease(self.version, wait_s=5.0)
+            if lease is not None:
+                self.commit(lease)
+
+    def update(self, lease: Lease) -> None:
+        """Load other weights into the engine as a trainer does, then commit."""
+        self.version += 1
+        engine = self.client.status()["engines"][0]
+        body = {
+            "model_path": str(self.models[self.version % 2]),
+            "weight_version": str(self.version),
+            "flush_cache": False,
+        }
+        for path, content in (
+            ("/pause_generation", {"mode": "in_place"}),
+            ("/update_weights_from_disk", body),
+            ("/continue_generation", {}),
+        ):
+            assert httpx.post(engine + path, json=content, timeout=60).status_code == 200
+        self.commit(lease)
+
+    def commit(self, lease: Lease, *, stepped: bool = True) -> None:
+        self.client.commit(lease.batch_id, version=self.version, stepped=stepped)
+        self.consumed += 1
+
+
+@pytest.fixture(scope="module")
+def service(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("service")
+    for name, held_out in (("train", False), ("eval", True)):
+        lines = [json.dumps(q.record()) for q in itertools.islice(questions(0, held_out=held_out), 40)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    config: dict[str, Any] = {
+        "device": "cpu",
+        "output": str(folder / "run"),
+        "model": {"path": str(models[0]), "dtype": "float32"},
+        "train": {"num_updates": 4, "batch_size": BATCH},
+        "rollout": {"runners": 12, "max_context": 512, "max_new_tokens": 64, "max_policy_lag": LAG},
+        "agent": {"kind": "python_tool", "max_turns": 3, "tool": {"require_network_isolation": False}},
+        "reward": {"function": "megatron_fr.agents.arithmetic:exact_answer"},
+        "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "eval.jsonl")},
+        "evaluation": {"num_prompts": 5, "samples": 2},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    url_file, log = folder / "url", folder / "service.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "megatron_fr.rollout", "--config", str(folder / "run.yaml")),
+                *("--url-file", str(url_file), "rollout.start_timeout_s=200"),
+            ],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+    try:
+        deadline = time.monotonic() + 240
+        while not url_file.exists():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        yield Service(process, url_file.read_text().strip(), models, log)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_batch_can_be_leased_fetched_and_committed(service: Service, models: list[Path]) -> None:
+    lease = service.lease()
+    assert len(lease.items) == BATCH
+    again = service.lease()
+    assert (again.batch_id, again.items) == (lease.batch_id, lease.items)
+    trajectories = service.fetch(lease)
+    limits = ModelLimits(vocab_size=520, max_context=512, num_moe_layers=2, top_k=2, num_experts=8)
+    for item, trajectory in zip(lease.items, trajectories, strict=True):
+        trajectory.validate(limits)
+        assert (item.id, item.num_tokens, item.num_action_tokens) == (
+            trajectory.id,
+            len(trajectory),
+            trajectory.num_action_tokens,
+        )
+        assert item.lag == 0
+        assert trajectory.num_action_tokens <= 64
+        tokens = trajectory.tokens.tolist()
+        logprobs, routes, _ = forward(models[0], tokens)
+        acted = trajectory.action_mask[1:]
+        np.testing.assert_allclose(
+            trajectory.behavior_logprobs[1:][acted], next_logprobs(logprobs, tokens[1:])[acted], atol=1e-4
+        )
+        np.testing.assert_array_equal(trajectory.routed_experts, routes[:-1])
+    assert lease.metrics["reward/mean"] == pytest.approx(np.mean([t.reward for t in trajectories]))
+    assert lease.metrics["trajectory/action_tokens_mean"] == np.mean([t.num_action_tokens for t in trajectories])
+    assert lease.metrics["rollout/tokens_per_s"] > 0
+    assert lease.metrics["rollout/routes_missing"] == 0
+    shares = [lease.metrics[f"rollout/time_{name}"] for name in ("queued", "generating", "tools")]
+    assert sum(shares) == pytest.approx(1.0)
+    service.commit(lease, stepped=False)
+
+
+def test_the_gate_closes_until_the_trainer_commits(service: Service) -> None:
+    deadline = time.monotonic() + 60
+    limit = (service.consumed + LAG + 1) * BATCH
+    while (status := service.client.status())["in_flight"] or status["queued"] < 2 * BATCH:
+        assert status["started"] - status["failed"] - status["dropped"] <= limit
+        assert time.monotonic() < deadline, status
+        time.sleep(0.05)
+    time.sleep(0.5)
+    status = service.client.status()
+    assert status["started"] - status["failed"] - status["dropped"] == limit
+    assert (status["queued"], status["in_flight"], status["version"]) == (2 * BATCH, 0, 0)
+
+
+def test_updates_go_on_with_rollouts_and_no_trajectory_is_older_than_the_bound(service: Service) -> None:
+    seen: set[str] = set()
+    lags: set[int] = set()
+    for _ in range(6):
+        lease = service.lease()
+        assert max(item.lag for item in lease.items) <= LAG
+        for item, trajectory in zip(lease.items, service.fetch(lease), strict=True):
+            assert item.lag == service.version - trajectory.oldest_version
+            assert trajectory.versions.max() <= service.version
+            assert trajectory.routed_experts is not None, trajectory.route_error
+        lags |= {item.lag for item in lease.items}
+        assert not seen & {item.id for item in lease.items}
+        seen |= {item.id for item in lease.items}
+        service.update(lease)
+        status = service.client.status()
+        assert status["version"] == service.version
+        assert status["started"] - status["failed"] - status["dropped"] <= (service.consumed + LAG + 1) * BATCH
+    assert 1 in lags
+
+
+def test_a_probe_is_fresh_and_carries_the_engines_version(service: Service) -> None:
+    engine = service.client.status()["engines"][0]
+    trajectory = service.client.probe(engine, max_tokens=12)
+    assert trajectory.num_action_tokens == 12
+    assert set(trajectory.versions[trajectory.action_mask]) == {service.version}
+    tokens = trajectory.tokens.tolist()
+    logprobs, _, _ = forward(service.models[service.version % 2], tokens)
+    acted = trajectory.action_mask[1:]
+    np.testing.assert_allclose(
+        trajectory.behavior_logprobs[1:][acted], next_logprobs(logprobs, tokens[1:])[acted], atol=1e-4
+    )
+
+
+def test_the_held_out_evaluation_runs_beside_the_rollouts_and_outside_the_queue(service: Service) -> None:
+    before = service.client.status()
+    answer = httpx.post(f"{service.client.url}/evaluate", json={"name": "start"}, timeout=120)
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    assert body["num_trajectories"] == 10
+    metrics = body["metrics"]
+    assert 0 <= metrics["reward"] <= metrics["pass"] <= 1
+    assert {"tool_calls", "truncated", "action_tokens", "answered"} <= set(metrics)
+    assert service.client.status()["started"] == before["started"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "reason"),
+    [
+        ("POST", "/lease", {"version": "1"}, 400, "version='1'"),
+        ("POST", "/commit", {"batch_id": "x", "version": 1, "stepped": True}, 410, "commit of 'x'"),
+        ("GET", "/trajectories?ids=nope", None, 404, "nope"),
+        ("POST", "/probe", {"engine": "http://elsewhere", "max_tokens": 1}, 410, "there is no engine"),
+        ("GET", "/nowhere", None, 404, "/nowhere"),
+    ],
+)
+def test_a_request_that_makes_no_sense_gets_one_clear_error(
+    service: Service, method: str, path: str, body: Any, status: int, reason: str
+) -> None:
+    answer = httpx.request(method, service.client.url + path, json=body)
+    assert answer.status_code == status
+    assert reason in answer.json()["error"]
+
+
+def test_a_killed_engine_ends_the_run_with_its_signal_and_then_the_service_ends_cleanly(service: Service) -> None:
+    family = family_of(service.process.pid)
+    servers = [p for p in family if "sglang.launch_server" in " ".join(p.cmdline()) and p.ppid() == service.process.pid]
+    (server,) = servers
+    server.send_signal(signal.SIGKILL)
+    with pytest.raises(RolloutEnded, match=r"engine 0 .*died: signal SIGKILL"):
+        service.drain()
+    with pytest.raises(RolloutEnded, match=r"died: signal SIGKILL"):
+        service.client.evaluate("after")
+    started = time.monotonic()
+    service.process.send_signal(signal.SIGTERM)
+    service.process.wait(timeout=5)
+    assert time.monotonic() - started < 5
+    assert not wait_gone(family, 1.0)
