@@ -231,3 +231,6 @@ class CheckpointConfig(Section):
     """Hugging Face folders written while training."""
 
     every: int = Field(0, ge=0, description="updates between checkpoints; 0: only at the end and on interruption")
+    stop_grace_s: float = Field(
+        300, gt=0, description="after an interruption, what the trainer may take to finish its update and save"
+    )

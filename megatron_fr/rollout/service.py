@@ -35,12 +35,16 @@ class RolloutService:
     Make, start and stop it in one running event loop, in a thread that lives as long as the service: the kernel ends
     the engines with the thread that started them.
 
+    Args:
+        training: start training rollouts at once; off for evaluation alone.
+
     Attributes:
         failure: done with the reason once the run cannot go on; from then on ``/lease`` answers 410.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, *, training: bool = True) -> None:
         self._config = config
+        self._training = training
         self._background: list[asyncio.Task[Any]] = []
         self._exit = contextlib.AsyncExitStack()
         self._url: str | None = None
@@ -136,7 +140,8 @@ class RolloutService:
         self._exit.push_async_callback(self._end_background)
         self._in_background(self._parts.lag.run())
         self._in_background(self._watch(fleet))
-        pool.start()
+        if self._training:
+            pool.start()
 
     async def _serve(self, parts: Parts) -> None:
         host = self._config.rollout.host

@@ -151,5 +151,3 @@ def _from_source[T](make: Callable[[], T], source: int, group: dist.ProcessGroup
         kind, message = box[1]
         raise kind(message)
     return box[0]
-
-

@@ -46,7 +46,7 @@ def vocab_parallel_logprobs(
 
 class _SelectedLogProb(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         logits: torch.Tensor,
         targets: torch.Tensor,
@@ -93,7 +93,7 @@ class _SelectedLogProb(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _entropy: Any) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor, _entropy: Any) -> tuple[Any, ...]:
         logits, local, mine, log_norm = ctx.saved_tensors
         real, scale = ctx.real, ctx.scale
         out = torch.zeros_like(logits)

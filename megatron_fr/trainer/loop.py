@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -149,10 +150,31 @@ class TrainerLoop:
         return self._policy.step.update(batch.micro_batches, batch.constants)
 
     def _evaluate(self, name: str) -> dict[str, float]:
+        """Held-out metrics.
+
+        Raises:
+            Shutdown: asked to stop meanwhile.
+        """
         if self._config.data.eval is None:
             return {}
-        metrics = from_rank_zero(lambda: self._client.evaluate(name))
+        metrics = from_rank_zero(lambda: self._wait_for_evaluation(name))
+        if metrics is None:
+            raise Shutdown
         return {f"eval/{key}": value for key, value in metrics.items()}
+
+    def _wait_for_evaluation(self, name: str) -> dict[str, float] | None:
+        """In a thread, since a stop request must not wait for the evaluation's end."""
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="evaluation")
+        try:
+            pending = thread.submit(self._client.evaluate, name)
+            while not self._stop:
+                try:
+                    return pending.result(timeout=0.2)
+                except TimeoutError:
+                    continue
+            return None
+        finally:
+            thread.shutdown(wait=False)
 
 
 def _sync_row(sync: SyncMetrics | None) -> dict[str, float]:

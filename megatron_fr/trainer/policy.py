@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from megatron_fr.bridge import iter_hf_tensors, load_hf_weights, save_hf_folder
+from megatron_fr.bridge import iter_hf_tensors, load_hf_weights, read_hf_config, resolve_folder, save_hf_folder
 from megatron_fr.bridge.dims import Dims
 from megatron_fr.config import RunConfig
 from megatron_fr.device import Device
 from megatron_fr.errors import ConfigError
 from megatron_fr.trainer.batch import RouteShape, SequenceSlice
-from megatron_fr.trainer.model import build_model, read_hf_config, torch_dtype, uses_sequence_parallel
+from megatron_fr.trainer.model import build_model, torch_dtype, uses_sequence_parallel
 from megatron_fr.trainer.objective import Objective
 from megatron_fr.trainer.optimizer import make_optimizer, make_schedule, wrap_for_training
 from megatron_fr.trainer.routing_replay import RoutingReplay
@@ -65,7 +65,7 @@ def build_policy(config: RunConfig, device: Device) -> Policy:
             f"parallel.context={config.parallel.context}: the trainer does not split sequences yet; set it to 1"
         )
     hf_config = read_hf_config(config.model.path)
-    source = Path(config.model.path)
+    source = resolve_folder(config.model.path)
     chunks = build_model(hf_config, config, device)
     load_hf_weights(chunks, hf_config, source)
 

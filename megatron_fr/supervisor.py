@@ -1,0 +1,225 @@
+"""One run on one machine: starts the rollout service and the trainer ranks, watches both, ends both.
+
+Children run in their own sessions, so that Ctrl-C reaches this process alone and the order of ending is ours: the
+trainer saves a checkpoint first, while the service still answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megatron_fr.config import RunConfig, save_config
+from megatron_fr.errors import MegatronFRError
+from megatron_fr.observe.metrics import METRICS_FILE
+from megatron_fr.observe.report import report_run
+from megatron_fr.rollout import spawn
+from megatron_fr.rollout.ports import lease_free_port
+
+_POLL_S = 0.1
+#: The rollout service ends its engines by itself within this time, or is killed with them.
+_SERVICE_GRACE_S = 3.0
+
+
+class Supervisor:
+    """Runs ``config`` from start to end; use it once, in the main thread.
+
+    Raises:
+        MegatronFRError: the output folder cannot be written to.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._output = config.output.resolve()
+        self._logs = self._output / "logs"
+        try:
+            self._logs.mkdir(parents=True, exist_ok=True)
+            save_config(config.model_copy(update={"output": self._output}), self._config_file)
+        except OSError as error:
+            raise MegatronFRError(
+                f"output={str(config.output)!r}: {error.strerror}; free space or choose another folder"
+            ) from error
+        self._signals = 0
+        self._service: subprocess.Popen[bytes] | None = None
+        self._ranks: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def _config_file(self) -> Path:
+        return self._output / "config.yaml"
+
+    def run(self) -> int:
+        """Train; the process's exit status: 0 at the end, 130 after an interruption, 1 after a failure."""
+        previous = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            status = self._run()
+        except MegatronFRError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            status = 1
+        finally:
+            self._end_everything()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        self._report()
+        return 130 if self._signals and status == 0 else status
+
+    def _run(self) -> int:
+        rollout = self._config.rollout
+        print(f"starting {rollout.engines} engine(s); logs in {self._logs}", flush=True)
+        started = time.monotonic()
+        url = self._start_service()
+        if url is None:
+            return 0
+        print(f"engines ready after {time.monotonic() - started:.0f} s; starting the trainer", flush=True)
+        self._start_ranks(url)
+        return self._watch()
+
+    def _start_service(self) -> str | None:
+        """Start it and wait for its address; None when interrupted meanwhile."""
+        url_file = self._output / "service.url"
+        url_file.unlink(missing_ok=True)
+        self._service = self._spawn(
+            ["-m", "megatron_fr.rollout", "--config", str(self._config_file), "--url-file", str(url_file)],
+            log="rollout.log",
+        )
+        while not url_file.exists():
+            if self._signals:
+                return None
+            if self._service.poll() is not None:
+                raise MegatronFRError(_reason(self._logs / "rollout.log", "the rollout service", self._service))
+            time.sleep(_POLL_S)
+        return url_file.read_text().strip()
+
+    def _start_ranks(self, url: str) -> None:
+        world = self._config.parallel.world_size
+        with lease_free_port("127.0.0.1") as lease:
+            for rank in range(world):
+                self._ranks.append(
+                    self._spawn(
+                        ["-m", "megatron_fr.trainer", "--config", str(self._config_file), "--service", url],
+                        log=None if rank == 0 else f"trainer-{rank}.log",
+                        stderr_log=f"trainer-{rank}.log",
+                        environment={
+                            "RANK": str(rank),
+                            "LOCAL_RANK": str(rank),
+                            "WORLD_SIZE": str(world),
+                            "MASTER_ADDR": "127.0.0.1",
+                            "MASTER_PORT": str(lease.port),
+                        },
+                    )
+                )
+
+    def _watch(self) -> int:
+        """Wait for the ranks; an interruption asks them to save and stop."""
+        deadline: float | None = None
+        while any(rank.poll() is None for rank in self._ranks):
+            if self._signals and deadline is None:
+                print("\ninterrupted: the trainer saves a checkpoint and stops", flush=True)
+                deadline = time.monotonic() + self._config.checkpoint.stop_grace_s
+                for rank in self._ranks:
+                    rank.terminate()
+            if deadline is not None and (time.monotonic() > deadline or self._signals > 1):
+                raise MegatronFRError(
+                    f"the trainer did not stop within checkpoint.stop_grace_s={self._config.checkpoint.stop_grace_s:g} "
+                    "and was killed; its last checkpoint is in checkpoints/"
+                )
+            if any(rank.poll() for rank in self._ranks):
+                # The others may wait for the failed one in a collective; give them a moment for their own words.
+                time.sleep(1.0)
+                break
+            time.sleep(_POLL_S)
+        for number, rank in enumerate(self._ranks):
+            if rank.poll():
+                raise MegatronFRError(_reason(self._logs / f"trainer-{number}.log", f"trainer rank {number}", rank))
+        return 0
+
+    def _spawn(
+        self,
+        arguments: Sequence[str],
+        *,
+        log: str | None,
+        stderr_log: str | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """A Python child in its own session that dies with this process; ``log=None`` shares our standard output."""
+        out: Any = None if log is None else (self._logs / log).open("ab")
+        err: Any = (
+            subprocess.STDOUT if stderr_log is None or stderr_log == log else (self._logs / stderr_log).open("ab")
+        )
+        try:
+            return subprocess.Popen(
+                [sys.executable, spawn.__file__, str(os.getpid()), sys.executable, "-u", *arguments],
+                stdout=out,
+                stderr=err,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})},
+            )
+        finally:
+            for file in (out, err):
+                if file is not None and file is not subprocess.STDOUT:
+                    file.close()
+
+    def _end_everything(self) -> None:
+        _kill_trees(self._ranks)
+        if self._service is not None and self._service.poll() is None:
+            tree = _tree(self._service)
+            self._service.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # then its tree is killed
+                self._service.wait(_SERVICE_GRACE_S)
+            _kill(tree)
+        if self._service is not None:
+            _kill_trees([self._service])
+
+    def _report(self) -> None:
+        if (self._output / METRICS_FILE).exists():
+            try:
+                print("\n" + report_run(self._output), flush=True)
+            except MegatronFRError as error:
+                print(f"no report: {error}", file=sys.stderr, flush=True)
+
+    def _on_signal(self, *_: Any) -> None:
+        self._signals += 1
+
+
+def _reason(log: Path, who: str, process: subprocess.Popen[bytes]) -> str:
+    """What a dead child said: its own ``error:`` line, or how it ended and its last lines."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    for index in range(len(lines) - 1, -1, -1):
+        if lines[index].startswith("error: "):
+            return "\n".join([lines[index].removeprefix("error: "), *lines[index + 1 :]])
+    code = process.poll()
+    ended = f"exit code {code}" if code is None or code >= 0 else f"signal {signal.Signals(-code).name}"
+    return f"{who} ended with {ended}; last lines of {log}:\n" + "\n".join(lines[-15:])
+
+
+def _tree(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    try:
+        root = psutil.Process(process.pid)
+        return [*root.children(recursive=True), root]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(list(processes), timeout=5)
+
+
+def _kill_trees(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            _kill(_tree(process))
+        process.wait()
