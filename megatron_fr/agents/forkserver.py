@@ -32,7 +32,7 @@ _GRACE_S = 30.0  # how much later than a call's time limit its report may come
 
 
 class ForkServer:
-    """One zygote and the calls that run in its children. Use it from one event loop.
+    """One zygote and the calls that run in its children. Use it from one event loop, whose thread must outlive it.
 
     Args:
         isolate: cut calls off from network, files, other processes and privileges (for untrusted code). Without it,

@@ -130,6 +130,13 @@ def test_the_tool_writes_a_complete_folder_once(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
 
 
+def test_the_same_recipe_gives_the_same_policy(tmp_path: Path) -> None:
+    recipe = Recipe(steps=3, batch=8)
+    folders = [make_tiny_model(tmp_path / name, recipe=recipe, num_train=5, num_eval=5, evaluate=0) for name in "ab"]
+    for name in ("model.safetensors", "tokenizer.json", "train.jsonl", "eval.jsonl"):
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name
+
+
 def test_the_tool_leaves_a_folder_of_somebody_else_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("keep")
     done = run_tool(str(tmp_path), "--steps", "1")
