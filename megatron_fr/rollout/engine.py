@@ -83,6 +83,7 @@ def server_args(spec: EngineSpec, port: int, nccl_port: int) -> list[str]:
         "random-seed": spec.seed,
         "skip-tokenizer-init": True,
         "skip-server-warmup": True,
+        "log-level-http": "warning",  # a line a request would bury what matters
         # SGLang keeps two positions of a context for itself.
         "context-length": spec.max_context + 2,
         "max-running-requests": spec.max_running,
@@ -115,6 +116,8 @@ def environment(spec: EngineSpec) -> dict[str, str]:
     env["PYTHONUNBUFFERED"] = "1"
     # A recipe may use more positions than the model's configuration names; SGLang then insists on this.
     env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+    # Turns are seconds apart while tools run: a connection that the engine closes meanwhile fails the next request.
+    env.setdefault("SGLANG_TIMEOUT_KEEP_ALIVE", "600")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(name, None)  # of the trainer's launcher, not of the engine's own process group
     root = str(Path(__file__).resolve().parents[2])
@@ -276,8 +279,9 @@ def _describe_exit(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     name = signal.Signals(-code).name
-    hint = " (killed; if not by hand, the machine was out of memory)" if name == "SIGKILL" else ""
-    return f"signal {name}{hint}"
+    if name == "SIGKILL":
+        return f"signal {name} (out of memory, killed by hand, or by SGLang after one of its processes died)"
+    return f"signal {name}"
 
 
 def _gone_is_fine() -> contextlib.AbstractContextManager[None]:

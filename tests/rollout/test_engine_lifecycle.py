@@ -148,10 +148,11 @@ def test_an_engine_without_routes_is_found_by_the_probe_and_dies_with_its_owner(
             from megatron_fr.rollout.client import EngineClient
             from megatron_fr.rollout.engine import Engine, EngineSpec
             from megatron_fr.rollout.probe import probe_engine
+            from megatron_fr.tiny.model import VOCAB_SIZE
             from megatron_fr.trajectory import ModelLimits
 
             async def main():
-                limits = ModelLimits(vocab_size=512, max_context=1024, num_moe_layers=2, top_k=2, num_experts=8)
+                limits = ModelLimits(vocab_size=VOCAB_SIZE, max_context=1024, num_moe_layers=2, top_k=2, num_experts=8)
                 engine = Engine(EngineSpec(model_path={engine.model_path!r}, log_path=Path({str(engine.log_path)!r}),
                                            device="cpu", dtype="float32", max_context=1024, args={engine.args!r}))
                 await engine.start()

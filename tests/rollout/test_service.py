@@ -19,11 +19,12 @@ import pytest
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
-from reference import forward, next_logprobs
+from hf_reference import forward, next_logprobs
 from test_engine_lifecycle import family_of, wait_gone
 
 from megatron_fr.agents.arithmetic import questions
 from megatron_fr.errors import RolloutEnded
+from megatron_fr.tiny.model import VOCAB_SIZE
 from megatron_fr.trainer.client import Lease, RolloutClient
 from megatron_fr.trajectory import ModelLimits, Trajectory
 
@@ -58,6 +59,19 @@ class Service:
             if lease is not None:
                 self.commit(lease)
 
+    def wait_for_the_gate(self) -> dict[str, Any]:
+        """The status once everything that the gate lets in has finished."""
+        deadline = time.monotonic() + 60
+        limit = (self.consumed + LAG + 1) * BATCH
+        while True:
+            status = self.client.status()
+            live = status["started"] - status["failed"] - status["dropped"]
+            assert live <= limit, status
+            if live == limit and not status["in_flight"]:
+                return status
+            assert time.monotonic() < deadline, status
+            time.sleep(0.05)
+
     def update(self, lease: Lease) -> None:
         """Load other weights into the engine as a trainer does, then commit."""
         self.version += 1
@@ -81,7 +95,7 @@ class Service:
 
 
 @pytest.fixture(scope="module")
-def service(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def config(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("service")
     for name, held_out in (("train", False), ("eval", True)):
         lines = [json.dumps(q.record()) for q in itertools.islice(questions(0, held_out=held_out), 40)]
@@ -98,18 +112,25 @@ def service(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Ite
         "evaluation": {"num_prompts": 5, "samples": 2},
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
-    url_file, log = folder / "url", folder / "service.log"
+    return folder / "run.yaml"
+
+
+def launch(config: Path, url_file: Path, log: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "megatron_fr.rollout", "--config", str(config), "--url-file", str(url_file)]
     with log.open("w") as out:
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "megatron_fr.rollout", "--config", str(folder / "run.yaml")),
-                *("--url-file", str(url_file), "rollout.start_timeout_s=200"),
-            ],
+        return subprocess.Popen(
+            [*command, "rollout.start_timeout_s=200"],
             stdout=out,
             stderr=subprocess.STDOUT,
             text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
+
+
+@pytest.fixture(scope="module")
+def service(config: Path, models: list[Path]) -> Iterator[Service]:
+    url_file, log = config.with_name("url"), config.with_name("service.log")
+    process = launch(config, url_file, log)
     try:
         deadline = time.monotonic() + 240
         while not url_file.exists():
@@ -128,7 +149,7 @@ def test_a_batch_can_be_leased_fetched_and_committed(service: Service, models: l
     again = service.lease()
     assert (again.batch_id, again.items) == (lease.batch_id, lease.items)
     trajectories = service.fetch(lease)
-    limits = ModelLimits(vocab_size=520, max_context=512, num_moe_layers=2, top_k=2, num_experts=8)
+    limits = ModelLimits(vocab_size=VOCAB_SIZE, max_context=512, num_moe_layers=2, top_k=2, num_experts=8)
     for item, trajectory in zip(lease.items, trajectories, strict=True):
         trajectory.validate(limits)
         assert (item.id, item.num_tokens, item.num_action_tokens) == (
@@ -155,15 +176,9 @@ def test_a_batch_can_be_leased_fetched_and_committed(service: Service, models: l
 
 
 def test_the_gate_closes_until_the_trainer_commits(service: Service) -> None:
-    deadline = time.monotonic() + 60
-    limit = (service.consumed + LAG + 1) * BATCH
-    while (status := service.client.status())["in_flight"] or status["queued"] < 2 * BATCH:
-        assert status["started"] - status["failed"] - status["dropped"] <= limit
-        assert time.monotonic() < deadline, status
-        time.sleep(0.05)
+    status = service.wait_for_the_gate()
     time.sleep(0.5)
-    status = service.client.status()
-    assert status["started"] - status["failed"] - status["dropped"] == limit
+    assert service.client.status() == status
     assert (status["queued"], status["in_flight"], status["version"]) == (2 * BATCH, 0, 0)
 
 
@@ -200,8 +215,8 @@ def test_a_probe_is_fresh_and_carries_the_engines_version(service: Service) -> N
     )
 
 
-def test_the_held_out_evaluation_runs_beside_the_rollouts_and_outside_the_queue(service: Service) -> None:
-    before = service.client.status()
+def test_the_held_out_evaluation_stays_outside_gate_and_queue(service: Service) -> None:
+    before = service.wait_for_the_gate()
     answer = httpx.post(f"{service.client.url}/evaluate", json={"name": "start"}, timeout=120)
     assert answer.status_code == 200, answer.text
     body = answer.json()
@@ -209,7 +224,9 @@ def test_the_held_out_evaluation_runs_beside_the_rollouts_and_outside_the_queue(
     metrics = body["metrics"]
     assert 0 <= metrics["reward"] <= metrics["pass"] <= 1
     assert {"tool_calls", "truncated", "action_tokens", "answered"} <= set(metrics)
-    assert service.client.status()["started"] == before["started"]
+    after = service.client.status()
+    assert (after["started"], after["queued"]) == (before["started"], before["queued"])
+    assert after["tokens_generated"] > before["tokens_generated"]
 
 
 @pytest.mark.parametrize(
@@ -244,3 +261,21 @@ def test_a_killed_engine_ends_the_run_with_its_signal_and_then_the_service_ends_
     service.process.wait(timeout=5)
     assert time.monotonic() - started < 5
     assert not wait_gone(family, 1.0)
+
+
+def test_a_signal_while_the_engines_start_ends_everything_at_once(config: Path, tmp_path: Path) -> None:
+    process = launch(config, tmp_path / "url", tmp_path / "log")
+    try:
+        deadline = time.monotonic() + 60
+        while not any("launch_server" in " ".join(p.cmdline()) for p in family_of(process.pid)[1:]):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        time.sleep(2.0)  # SGLang is importing, and may have children of its own
+        family = family_of(process.pid)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=5) == 0
+        assert not wait_gone(family, 1.0)
+        assert "Traceback" not in (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+        process.wait()

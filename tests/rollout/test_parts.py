@@ -1,0 +1,131 @@
+"""Small parts of the rollout side: plugin, load sharing, loop lag, limits, command line."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pkgutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import aiohttp
+import pytest
+import torch
+
+from megatron_fr.errors import EngineError, ModelError
+from megatron_fr.rollout import setup, sglang_cpu
+from megatron_fr.rollout.client import EngineClient
+from megatron_fr.rollout.engine import EngineSpec
+from megatron_fr.rollout.fleet import Fleet
+from megatron_fr.rollout.loop_lag import LoopLag
+from megatron_fr.tiny import make_untrained
+from megatron_fr.trajectory import ModelLimits
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_plugin_stays_out_of_the_way_unless_it_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+    assert sglang_cpu.platform() is None
+    monkeypatch.setenv("SGLANG_PLATFORM", "another")
+    assert sglang_cpu.platform() is None
+
+
+def test_the_plugin_stays_out_of_the_way_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PLATFORM", sglang_cpu.PLATFORM_NAME)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert sglang_cpu.platform() is None
+
+
+def test_the_selected_plugin_names_a_platform_class_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.platforms.interface import SRTPlatform
+
+    monkeypatch.setenv("SGLANG_PLATFORM", sglang_cpu.PLATFORM_NAME)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    platform = pkgutil.resolve_name(sglang_cpu.platform())()
+    assert isinstance(platform, SRTPlatform)
+    assert platform.is_out_of_tree()
+    assert (platform.device_type, platform.get_default_attention_backend()) == ("cpu", "torch_native")
+    free, total = platform.get_available_memory()
+    assert 0 < free < total == platform.get_device_total_memory()
+
+
+def test_trajectories_go_to_the_engine_with_the_fewest(spec: Callable[..., EngineSpec], limits: ModelLimits) -> None:
+    async def run() -> None:
+        fleet = Fleet([], limits, temperature=1.0, request_timeout_s=1)
+        async with aiohttp.ClientSession() as http:
+            fleet.clients = [EngineClient(u, http, limits=limits, temperature=1.0, timeout_s=1) for u in ("a", "b")]
+            with fleet.borrow() as first, fleet.borrow() as second:
+                assert {first.url, second.url} == {"a", "b"}
+                with fleet.borrow() as third:
+                    assert third.url == "a"
+                    with fleet.borrow() as fourth:
+                        assert fourth.url == "b"
+            with pytest.raises(RuntimeError), fleet.borrow() as failing:
+                raise RuntimeError
+            with fleet.borrow() as again:
+                assert again is failing is first
+            fleet.set_version(3)
+            fleet.set_version(2)
+            assert [c.version for c in fleet.clients] == [3, 3]
+            with pytest.raises(EngineError, match=r"there is no engine 'c'; the engines are a, b"):
+                fleet.client("c")
+
+    asyncio.run(run())
+
+
+def test_a_blocked_event_loop_is_measured() -> None:
+    async def run() -> float:
+        lag = LoopLag()
+        task = asyncio.create_task(lag.run())
+        await asyncio.sleep(0.06)
+        lag.take_worst_ms()
+        time.sleep(0.3)
+        await asyncio.sleep(0.1)
+        task.cancel()
+        worst = lag.take_worst_ms()
+        assert lag.take_worst_ms() == 0
+        return worst
+
+    assert 200 < asyncio.run(run()) < 1000
+
+
+def test_limits_are_read_from_the_model(models: list[Path], tmp_path: Path) -> None:
+    limits = setup.model_limits(setup.load_hf_config(str(models[0])), 77)
+    assert (limits.max_context, limits.num_moe_layers, limits.top_k, limits.num_experts) == (77, 2, 2, 8)
+    dense = setup.model_limits(setup.load_hf_config(str(make_untrained(tmp_path / "dense", dense=True))), 77)
+    assert (dense.num_moe_layers, dense.top_k, dense.num_experts) == (0, 0, 0)
+    with pytest.raises(ModelError, match=r"model.path='.*nowhere' is no Hugging Face model"):
+        setup.load_hf_config(str(tmp_path / "nowhere"))
+
+
+def test_a_run_that_cannot_start_says_why_before_any_engine_starts(models: list[Path], tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"""
+        device: cpu
+        output: {tmp_path}/run
+        model: {{path: {models[0]}, dtype: float32}}
+        train: {{num_updates: 1, batch_size: 2}}
+        rollout: {{max_context: 256, max_new_tokens: 32}}
+        reward: {{function: "megatron_fr.agents.arithmetic:exact_answer"}}
+        data: {{train: {tmp_path}/missing.jsonl}}
+        """
+    )
+    ended = subprocess.run(
+        [sys.executable, "-m", "megatron_fr.rollout", "--config", str(config), "--url-file", str(tmp_path / "url")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "error: prompts" in ended.stderr
+    assert "missing.jsonl" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not (tmp_path / "url").exists()
+    assert not (tmp_path / "run" / "logs").exists()
