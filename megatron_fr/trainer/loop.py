@@ -138,6 +138,7 @@ class TrainerLoop:
             "time/forward_backward": report.forward_backward_s,
             "time/optimizer": report.optimizer_s,
             "time/sync": sync.seconds if sync else 0.0,
+            "time/probe": sync.probe_s if sync else 0.0,
             "time/update": seconds,
             "time/trainer_idle": batch.wait_s / seconds,
             **(self._evaluate(f"update-{self._update}") if evaluate else {}),

@@ -75,6 +75,9 @@ class TrainStep:
 
         started = time.monotonic()
         self.schedule.step(1)
+        if not metrics["policy/admitted_tokens"]:
+            # The gradient is exactly zero, and Adam's momentum would move the weights on no evidence.
+            return StepReport(metrics, forward_backward_s, 0.0, stepped=False)
         stepped, grad_norm, _zeros = self.optimizer.step()
         metrics["train/grad_norm"] = float(grad_norm or 0.0)
         metrics["train/lr"] = float(self.optimizer.param_groups[0]["lr"])

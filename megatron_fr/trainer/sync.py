@@ -20,10 +20,11 @@ from megatron_fr.trainer.policy import Policy
 
 @dataclass(frozen=True)
 class SyncMetrics:
-    """Of one sync: seconds, bytes, and the probe's mean absolute log-probability difference (None without probe)."""
+    """Of one sync: seconds, bytes, and of its probe seconds and mean |log-probability difference| (None: no probe)."""
 
     seconds: float
     num_bytes: int
+    probe_s: float
     probe_difference: float | None
 
 
@@ -64,7 +65,9 @@ class WeightSync:
         started = time.monotonic()
         num_bytes = _gather_and_publish(self._publisher, self._policy, version)
         seconds = time.monotonic() - started
-        return SyncMetrics(seconds, num_bytes, self._probe(version))
+        started = time.monotonic()
+        difference = self._probe(version)
+        return SyncMetrics(seconds, num_bytes, time.monotonic() - started, difference)
 
     def close(self) -> None:
         """Leave the update group."""
