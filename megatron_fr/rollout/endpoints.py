@@ -186,7 +186,7 @@ class Endpoints:
             self._parts.player.limits,
             max_new_tokens=max_tokens,
             want_routes=self._parts.player.want_routes,
-            fresh=True,
+            probe=True,
         )
         session.observe(self._encode_prompt(prompt)[: self._parts.player.limits.max_context - max_tokens])
         generation = await session.generate(stop_token_ids=[])

@@ -27,7 +27,7 @@ class EngineSession:
         limits: the model's sizes; ``max_context`` bounds all tokens.
         max_new_tokens: bound of the action tokens over all turns.
         want_routes: ask for routes and stitch the turns' rows together.
-        fresh: read nothing from the prefix cache (see :meth:`EngineClient.generate`).
+        probe: read nothing from the prefix cache and go on after end tokens, to see what the engine computes now.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class EngineSession:
         *,
         max_new_tokens: int,
         want_routes: bool,
-        fresh: bool = False,
+        probe: bool = False,
     ) -> None:
         self._client = client
         self._limits = limits
         self._max_new_tokens = max_new_tokens
         self._want_routes = want_routes
-        self._fresh = fresh
+        self._probe = probe
         self._tokens: list[int] = []
         self._mask: list[bool] = []
         self._logprobs: list[float] = []
@@ -142,7 +142,8 @@ class EngineSession:
                 max_new_tokens=max_new_tokens,
                 stop_token_ids=stop_token_ids,
                 routes_from=self._rows if wanted else None,
-                fresh=self._fresh,
+                fresh=self._probe,
+                ignore_eos=self._probe,
             )
         finally:
             self._generating_s += time.monotonic() - started

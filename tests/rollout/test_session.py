@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from hf_reference import forward, next_logprobs
 
 from megatron_fr.agents.contract import Outcome
 from megatron_fr.errors import EngineError
-from megatron_fr.rollout.client import EngineClient
+from megatron_fr.rollout.client import Completion, EngineClient
 from megatron_fr.rollout.engine import Engine
 from megatron_fr.rollout.session import EngineSession
 from megatron_fr.trajectory import ModelLimits, Trajectory
@@ -31,10 +31,19 @@ OUTCOME = Outcome((), "stop", 1)
 
 
 @asynccontextmanager
-async def connect(engine: Engine, limits: ModelLimits, **options: Any) -> AsyncIterator[EngineClient]:
+async def connect(
+    engine: Engine, limits: ModelLimits, *, ignore_eos: bool = False, **options: Any
+) -> AsyncIterator[EngineClient]:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
         client = EngineClient(engine.url, http, limits=limits, **{"temperature": 1.0, "timeout_s": 60.0, **options})
         client.version = await current_version(client)
+        if ignore_eos:  # a random model samples the end token now and then
+            original = client.generate
+
+            async def past_the_end(*args: Any, **kwargs: Any) -> Completion:
+                return await original(*args, **{**kwargs, "ignore_eos": True})
+
+            client.generate = past_the_end  # type: ignore[method-assign]
         yield client
 
 
@@ -56,6 +65,12 @@ async def load_weights(client: EngineClient, folder: Path, version: int) -> None
     await post(client, "/continue_generation")
 
 
+async def progress(client: EngineClient) -> None:
+    """Return when requests sent before have sampled some 30 tokens: a short one, batched with them, is done then."""
+    await asyncio.sleep(0.01)
+    await client.generate([9, 8, 7], max_new_tokens=30, fresh=True)
+
+
 def finish(session: EngineSession) -> Trajectory:
     return session.finish(OUTCOME, trajectory_id="t", prompt_id="p", group_id="t", reward=0.0, reward_parts={})
 
@@ -74,6 +89,8 @@ def check(trajectory: Trajectory, limits: ModelLimits, model: Path, temperature:
 def test_logprobs_and_routes_of_a_multi_turn_session_equal_transformers(
     engine: Engine, limits: ModelLimits, models: list[Path]
 ) -> None:
+    stops = {*range(60), json.loads((models[0] / "config.json").read_text())["eos_token_id"]}
+
     async def run() -> list[Trajectory]:
         async with connect(engine, limits) as client:
 
@@ -82,9 +99,9 @@ def test_logprobs_and_routes_of_a_multi_turn_session_equal_transformers(
                 session = EngineSession(client, limits, max_new_tokens=200, want_routes=True)
                 session.observe([*PROMPT, seed])
                 for turn in range(4):
-                    generation = await session.generate(stop_token_ids=list(range(60)), max_tokens=40)
+                    generation = await session.generate(stop_token_ids=sorted(stops), max_tokens=40)
                     assert session.tokens[-len(generation.token_ids) :] == list(generation.token_ids)
-                    stopped = generation.token_ids[-1] < 60
+                    stopped = generation.token_ids[-1] in stops
                     assert generation.finish_reason == ("stop" if stopped else "length")
                     if turn < 3:
                         session.observe(rng.integers(0, 500, size=int(rng.integers(1, 9))).tolist())
@@ -115,12 +132,12 @@ def test_limits_bound_the_session_to_the_last_token(engine: Engine, limits: Mode
     small = ModelLimits(**{**vars(limits), "max_context": 100})
 
     async def run() -> None:
-        async with connect(engine, small) as client:
+        async with connect(engine, small, ignore_eos=True) as client:
             session = EngineSession(client, small, max_new_tokens=1000, want_routes=True)
             session.observe(PROMPT)
             assert session.action_tokens_left == 60
             generation = await session.generate(stop_token_ids=[], max_tokens=10)
-            assert generation.finish_reason == "length" or len(generation.token_ids) < 10
+            assert (generation.finish_reason, len(generation.token_ids)) == ("length", 10)
             session.observe(range(45))
             left = session.action_tokens_left
             assert left == 100 - len(session.tokens)
@@ -163,27 +180,25 @@ def test_a_weight_update_in_mid_generation_is_recorded_token_by_token(
     engine: Engine, limits: ModelLimits, models: list[Path]
 ) -> None:
     async def run() -> tuple[list[Trajectory], Trajectory, int, int, int]:
-        async with connect(engine, limits) as client:
+        async with connect(engine, limits, ignore_eos=True) as client:
             old = client.version
-            # An end token would make a second request, which computes the whole context again with the new weights.
-            plain, client.generate = client.generate, partial(client.generate, ignore_eos=True)  # type: ignore[method-assign]
             sessions = []
             for i in range(4):
-                session = EngineSession(client, limits, max_new_tokens=400, want_routes=True)
+                session = EngineSession(client, limits, max_new_tokens=900, want_routes=True)
                 session.observe([*PROMPT, i])
                 sessions.append(session)
 
             running = [asyncio.create_task(session.generate(stop_token_ids=[])) for session in sessions]
-            await asyncio.sleep(0.6)
+            await progress(client)
             await load_weights(client, models[1], old + 1)
             await asyncio.gather(*running)
             spanning = [finish(session) for session in sessions]
 
             # The next request knows the new version from the last answer: it must not read the old prefix.
             assert client.version == old + 1
-            first = await plain([*PROMPT, 0], max_new_tokens=3)
-            second = await plain([*PROMPT, 0], max_new_tokens=3)
-            fresh = await plain([*PROMPT, 0], max_new_tokens=3, fresh=True)
+            first = await client.generate([*PROMPT, 0], max_new_tokens=3)
+            second = await client.generate([*PROMPT, 0], max_new_tokens=3)
+            fresh = await client.generate([*PROMPT, 0], max_new_tokens=3, fresh=True)
             session = EngineSession(client, limits, max_new_tokens=50, want_routes=True)
             session.observe([*PROMPT, 0])
             await session.generate(stop_token_ids=[])
@@ -215,28 +230,30 @@ def test_a_weight_update_in_mid_generation_is_recorded_token_by_token(
         acted = trajectory.action_mask[1:]
         np.testing.assert_allclose(got[acted], expected[acted], atol=1e-4)
         np.testing.assert_array_equal(trajectory.routed_experts, np.concatenate([routes_a, routes_b])[:-1])
-    assert boundaries != {1}
+    assert min(boundaries) > 1
 
 
 def test_an_aborted_request_keeps_its_tokens_and_the_turn_goes_on(
     engine: Engine, limits: ModelLimits, models: list[Path]
 ) -> None:
     async def run() -> tuple[Trajectory, list[int]]:
-        async with connect(engine, limits) as client:
+        async with connect(engine, limits, ignore_eos=True) as client:
             parts: list[int] = []
             original = client.generate
 
-            async def spy(*args: Any, **kwargs: Any) -> Any:
+            async def spy(*args: Any, **kwargs: Any) -> Completion:
                 completion = await original(*args, **kwargs)
+                if kwargs["max_new_tokens"] == 30:
+                    return completion
                 parts.append(len(completion.token_ids) * (-1 if completion.finish_reason == "aborted" else 1))
                 return completion
 
             client.generate = spy  # type: ignore[method-assign]
-            session = EngineSession(client, limits, max_new_tokens=300, want_routes=True)
+            session = EngineSession(client, limits, max_new_tokens=900, want_routes=True)
             session.observe(PROMPT)
             running = asyncio.create_task(session.generate(stop_token_ids=[]))
             for _ in range(2):
-                await asyncio.sleep(0.3)
+                await progress(client)
                 async with client._http.post(client.url + "/abort_request", json={"abort_all": True}) as answer:
                     assert answer.status == 200
             await running
