@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import shutil
-import signal
 import socket
 import sys
 import tempfile
@@ -35,8 +34,8 @@ class ForkServer:
     """One zygote and the calls that run in its children. Use it from one event loop, whose thread must outlive it.
 
     Args:
-        isolate: cut calls off from network, files, other processes and privileges (for untrusted code). Without it,
-            calls see the environment, working directory and ``sys.path`` of this process (for reward functions).
+        isolate: cut calls off from network, files, other processes and privileges: for :meth:`run_code`. Without it,
+            for :meth:`call` only, they see the environment, working directory and ``sys.path`` of this process.
         require_network_isolation: with ``isolate``, refuse to start where the network cannot be cut off.
         max_parallel: calls running at a time; further ones wait outside their time limit. None: 8 a core.
     """
@@ -79,7 +78,10 @@ class ForkServer:
 
         Raises:
             ToolError: the sandbox cannot be started.
+            ValueError: this server was made with ``isolate=False``.
         """
+        if not self._isolate:
+            raise ValueError("code runs only in a ForkServer with isolate=True")
         started = time.monotonic()
         keep = 4 * limits.output_chars  # a character takes at most 4 bytes
         report = await self._request(
@@ -158,7 +160,8 @@ class ForkServer:
         if self._stopped:
             raise ToolError("the sandbox was stopped; call start() before running anything in it")
         await self._close()
-        self._scratch = tempfile.mkdtemp(prefix="megatron-fr-tool-")
+        if self._isolate:
+            self._scratch = tempfile.mkdtemp(prefix="megatron-fr-tool-")
         ours, theirs = socket.socketpair()
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -178,7 +181,7 @@ class ForkServer:
         finally:
             theirs.close()
         reader, self._writer = await asyncio.open_connection(sock=ours)
-        settings = {"isolate": self._isolate, "scratch": self._scratch, "sys_path": _import_path()}
+        settings = {"isolate": self._isolate, "scratch": self._scratch or "", "sys_path": _import_path()}
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 await self._send(settings)
@@ -224,9 +227,10 @@ class ForkServer:
                     future.set_result({"refused": LOST})
 
     def _kill(self) -> None:
+        """End a zygote that does not end by itself."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.terminate()  # the guard then kills the zygote and everything below it
 
     async def _close(self) -> None:
         if self._writer is not None:

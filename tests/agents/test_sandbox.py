@@ -320,9 +320,13 @@ from megatron_fr.config import ToolLimits
 async def main():
     server = ForkServer(isolate={isolate})
     await server.start()
-    call = asyncio.create_task(server.run_code("import time; time.sleep(600)", ToolLimits(timeout_s=500)))
+    if {isolate}:
+        work = server.run_code("import time; time.sleep(600)", ToolLimits(timeout_s=500))
+    else:
+        work = server.call("subprocess:run", {{"args": ["sleep", "600"]}}, timeout_s=500)
+    call = asyncio.create_task(work)
     await asyncio.sleep(0.3)
-    print(server.pid, flush=True)
+    print(server.pid, server._scratch, flush=True)
     await call
 asyncio.run(main())
 """
@@ -338,12 +342,15 @@ def test_the_zygote_and_its_calls_die_with_a_killed_parent(isolate: bool) -> Non
     )
     try:
         assert parent.stdout is not None
-        zygote = int(parent.stdout.readline())
+        number, scratch = parent.stdout.readline().split()
+        zygote = int(number)
         pids = [zygote, *descendants(zygote)]
         assert len(pids) >= 2
         assert all(alive(pid) for pid in pids)
+        assert os.path.exists(scratch) == isolate
         parent.kill()
         wait_until(lambda: not any(alive(pid) for pid in pids))
+        assert not os.path.exists(scratch)
     finally:
         parent.kill()
         parent.wait()
@@ -394,7 +401,7 @@ def test_without_network_namespaces_it_refuses_to_start_unless_told_not_to() -> 
     lines = done.stdout.splitlines()
     assert lines[0].startswith("REFUSED agent.tool.require_network_isolation=true"), done.stderr
     assert "set it to false" in lines[0]
-    assert lines[1:] == ["[] 42", "", "True"]
+    assert lines[1:] == ["['files'] 42", "", "True"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root to become somebody else")
@@ -439,6 +446,11 @@ def test_an_ordinary_user_gets_the_same_isolation_through_a_user_namespace() -> 
     assert isolation == "['files', 'network', 'processes']", done.stderr
     assert 0 < int(made) < 100
     assert "Read-only file system" in error
+
+
+def test_code_needs_the_isolating_kind_of_server() -> None:
+    with pytest.raises(ValueError, match="isolate=True"):
+        asyncio.run(ForkServer(isolate=False).run_code("print(1)", LIMITS))
 
 
 def test_using_a_stopped_sandbox_is_an_error_that_says_so() -> None:

@@ -12,7 +12,7 @@ import resource
 import struct
 from collections.abc import Sequence
 
-_PR_SET_PDEATHSIG, _PR_SET_KEEPCAPS, _PR_SET_NO_NEW_PRIVS = 1, 8, 38
+_PR_SET_PDEATHSIG, _PR_SET_KEEPCAPS, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 8, 36, 38
 _CAP_DAC_READ_SEARCH = 2
 _CAPABILITY_VERSION_3 = 0x20080522
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 0x1, 0x2, 0x4, 0x4000, 0x40000
@@ -25,9 +25,14 @@ _FIRST_UID, NUM_UIDS = 61184, 4096
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies."""
-    _check(_libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0))
+def die_with_parent(number: int) -> None:
+    """Have the kernel send this process a signal when its parent dies."""
+    _check(_libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0))
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant that outlives its own."""
+    _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
 
 
 def enter_namespaces() -> set[str]:
@@ -35,12 +40,12 @@ def enter_namespaces() -> set[str]:
 
     Without privileges a user namespace is entered first; it grants them inside.
     """
-    network, everything = os.CLONE_NEWNET, os.CLONE_NEWNET | os.CLONE_NEWPID | os.CLONE_NEWIPC | os.CLONE_NEWNS
+    network, everything = os.CLONE_NEWNET, os.CLONE_NEWNET | os.CLONE_NEWPID | os.CLONE_NEWIPC
     privileged = os.geteuid() == 0
     for with_user in (False, True) if privileged else (True,):
         for flags in (everything, network):
             if _unshare(flags, with_user=with_user):
-                return {"network", "processes", "mounts"} if flags == everything else {"network"}
+                return {"network", "processes"} if flags == everything else {"network"}
     return set()
 
 
@@ -58,9 +63,13 @@ def _unshare(flags: int, *, with_user: bool) -> bool:
 
 
 def freeze_files(scratch: str, megabytes: int) -> bool:
-    """Make every file read-only but a fresh in-memory ``scratch``, and hide ``/proc``. Needs the mount namespace."""
+    """Make every file read-only but a fresh in-memory ``scratch``, and hide ``/proc``; false where that is not allowed.
+
+    Only this process and its children see it so.
+    """
     attributes = struct.pack("QQQQ", _MOUNT_ATTR_RDONLY, 0, 0, 0)
     try:
+        os.unshare(os.CLONE_NEWNS)
         _check(_libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None))
         _check(_libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, attributes, len(attributes)))
         _mount_tmpfs(scratch, _MS_NOSUID | _MS_NODEV, f"size={megabytes}m,nr_inodes=65536,mode=711")

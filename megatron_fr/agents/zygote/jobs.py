@@ -43,7 +43,7 @@ def run_code(code: str, timeout_s: float, memory_mb: int, uid: int) -> NoReturn:
     """Execute untrusted ``code`` as ``__main__`` under its limits; exit status 1 after an exception."""
     isolation.limit_resources(timeout_s, memory_mb)
     isolation.drop_privileges(uid)
-    isolation.die_with_parent()
+    isolation.die_with_parent(signal.SIGKILL)
     linecache.cache[_FILENAME] = (len(code), None, code.splitlines(keepends=True), _FILENAME)
     main = type(sys)("__main__")
     sys.modules["__main__"] = main
@@ -64,7 +64,7 @@ def run_code(code: str, timeout_s: float, memory_mb: int, uid: int) -> NoReturn:
 
 def call(function: str, arguments: dict[str, Any]) -> NoReturn:
     """Call ``module:name`` with JSON arguments; the answer goes to descriptor 3 as JSON."""
-    isolation.die_with_parent()
+    isolation.die_with_parent(signal.SIGKILL)
     try:
         payload = json.dumps({"value": resolve(function)(**arguments)})
     except BaseException as error:

@@ -70,8 +70,7 @@ class Zygote:
 
     def __init__(self, channel: socket.socket, settings: dict[str, Any], held: set[str]) -> None:
         self.channel = channel
-        self.scratch: str = settings["scratch"]
-        self.isolate: bool = settings["isolate"]
+        self.scratch: str = settings["scratch"]  # empty where no code will run
         self.held = held
         self.jobs: dict[int, Job] = {}
         self.slots = list(range(isolation.NUM_UIDS))
@@ -79,10 +78,10 @@ class Zygote:
         self.selector = selectors.DefaultSelector()
         self.inbox = bytearray()
         self.namespace = os.open("/proc/self/ns/pid", os.O_RDONLY) if "processes" in held else None
-        os.chmod(self.scratch, 0o711)
-        if "mounts" in held and isolation.freeze_files(self.scratch, _SCRATCH_MB):
-            held.add("files")
-        held.discard("mounts")
+        if self.scratch:
+            os.chmod(self.scratch, 0o711)
+            if isolation.freeze_files(self.scratch, _SCRATCH_MB):
+                held.add("files")
 
     def serve(self) -> NoReturn:
         """Work until the other side hangs up."""
