@@ -29,7 +29,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *, timeout_s: float
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "call").write_bytes(
-            pickle.dumps((sys.modules[function.__module__].__file__, function.__qualname__, kwargs))
+            pickle.dumps((sys.modules[function.__module__].__file__, function.__qualname__, pickle.dumps(kwargs)))
         )
         port = free_port()
         ranks: list[subprocess.Popen[bytes]] = []
@@ -96,7 +96,8 @@ def _main(folder: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
-    answer = getattr(module, qualname)(**kwargs)
+    # Only now: the arguments may be of classes that the test's own modules define.
+    answer = getattr(module, qualname)(**pickle.loads(kwargs))
     rank = os.environ["RANK"]
     torch.save(answer, folder / f"answer{rank}")
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_fr.config import RunConfig
 from megatron_fr.errors import MegatronFRError
 from megatron_fr.trainer.batch import (
     MicroBatch,
@@ -22,6 +23,7 @@ from megatron_fr.trainer.batch import (
 )
 from megatron_fr.trainer.client import Lease, RolloutClient
 from megatron_fr.trainer.objective import BatchConstants, Objective
+from megatron_fr.trainer.policy import Policy
 from megatron_fr.trajectory import Trajectory
 
 
@@ -72,6 +74,19 @@ class BatchFeed:
             "sequence_slice": sequence_slice,
             "device": device,
         }
+
+    @classmethod
+    def of(cls, config: RunConfig, policy: Policy, client: RolloutClient, device: torch.device) -> BatchFeed:
+        """The feed of one policy, as the run's configuration says."""
+        return cls(
+            client,
+            policy.objective,
+            micro_batch_size=config.train.micro_batch_size,
+            route_shape=policy.route_shape,
+            pad_multiple=policy.pad_multiple,
+            sequence_slice=policy.sequence_slice,
+            device=device,
+        )
 
     def next(self, version: int, should_stop: Callable[[], bool]) -> Batch:
         """Wait for the next batch and build this rank's part of it.
