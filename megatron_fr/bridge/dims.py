@@ -8,7 +8,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Dims:
-    """Sizes that weight rules speak of; ``experts``, ``moe_ffn`` and ``top_k`` are 0 for dense models."""
+    """Sizes that weight rules speak of; ``experts``, ``moe_ffn`` and ``top_k`` are 0 for dense models.
+
+    ``moe_layers`` are the layers, from 0 and ascending, whose MLP is a mixture of experts.
+    """
 
     layers: int
     hidden: int
@@ -20,6 +23,7 @@ class Dims:
     experts: int = 0
     moe_ffn: int = 0
     top_k: int = 0
+    moe_layers: tuple[int, ...] = ()
 
     @classmethod
     def from_hf(cls, hf_config: Any) -> Dims:
@@ -35,6 +39,7 @@ class Dims:
             experts=getattr(hf_config, "num_experts", None) or 0,
             moe_ffn=getattr(hf_config, "moe_intermediate_size", None) or 0,
             top_k=getattr(hf_config, "num_experts_per_tok", None) or 0,
+            moe_layers=_moe_layers(hf_config),
         )
 
     @property
@@ -54,3 +59,14 @@ class Dims:
     def shape(self, names: tuple[str, ...]) -> tuple[int, ...]:
         """Turn the names of sizes into a shape."""
         return tuple(getattr(self, name) for name in names)
+
+
+def _moe_layers(hf_config: Any) -> tuple[int, ...]:
+    """Every ``decoder_sparse_step``-th layer has experts, except those in ``mlp_only_layers`` (Qwen3-MoE's rule)."""
+    if not getattr(hf_config, "num_experts", None):
+        return ()
+    step = getattr(hf_config, "decoder_sparse_step", None) or 1
+    dense = set(getattr(hf_config, "mlp_only_layers", None) or ())
+    return tuple(
+        layer for layer in range(hf_config.num_hidden_layers) if layer not in dense and (layer + 1) % step == 0
+    )

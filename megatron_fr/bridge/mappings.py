@@ -68,9 +68,32 @@ class Rule:
         raise NotImplementedError
 
     @property
+    def axis(self) -> int | None:
+        """The axis along which TP ranks split the whole parameter; None where every rank holds the same."""
+        return 0
+
+    @property
+    def parts(self) -> int:
+        """How many pieces of the whole parameter, far apart along ``axis``, one rank's shard is made of."""
+        return 1
+
+    def piece(self, sources: Sequence[Sliceable], dims: Dims, rank: int, size: int, part: int) -> torch.Tensor:
+        """Piece ``part`` of the shard of ``rank``, reading only what it needs; see :meth:`piece_offset`."""
+        assert part == 0
+        return self.shard(sources, dims, rank, size)
+
+    def piece_offset(self, length: int, rank: int, size: int, part: int) -> int:
+        """Where along ``axis`` of the whole parameter a piece of ``length`` begins.
+
+        The whole parameter is the one of TP size 1 (its vocabulary padded for ``size``): Megatron's checkpoints store
+        that, in whatever pieces the ranks held.
+        """
+        return (part * size + rank) * length
+
+    @property
     def replicated(self) -> bool:
         """Whether every TP rank holds the same, so that one shard is enough to gather."""
-        return False
+        return self.axis is None
 
 
 @dataclass(frozen=True)
@@ -89,8 +112,8 @@ class Copy(Rule):
         return (shards[0],)
 
     @property
-    def replicated(self) -> bool:
-        return True
+    def axis(self) -> int | None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -128,6 +151,10 @@ class RowParallel(Rule):
     def gather(self, shards: Sequence[torch.Tensor], dims: Dims) -> tuple[torch.Tensor, ...]:
         return (torch.cat(list(shards), dim=1),)
 
+    @property
+    def axis(self) -> int | None:
+        return 1
+
 
 @dataclass(frozen=True)
 class GatedMLP(Rule):
@@ -145,6 +172,14 @@ class GatedMLP(Rule):
     def gather(self, shards: Sequence[torch.Tensor], dims: Dims) -> tuple[torch.Tensor, ...]:
         halves = [shard.chunk(2) for shard in shards]
         return torch.cat([gate for gate, _ in halves]), torch.cat([up for _, up in halves])
+
+    @property
+    def parts(self) -> int:
+        return 2
+
+    def piece(self, sources: Sequence[Sliceable], dims: Dims, rank: int, size: int, part: int) -> torch.Tensor:
+        rows = dims.shape((self.width,))[0] // size
+        return sources[part][rank * rows : (rank + 1) * rows]
 
 
 @dataclass(frozen=True)

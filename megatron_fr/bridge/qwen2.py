@@ -3,4 +3,4 @@
 from megatron_fr.bridge.common import attention, dense_mlp
 from megatron_fr.bridge.registry import Family, register
 
-register(Family("Qwen2ForCausalLM", attention(bias=True) + dense_mlp(), qkv_bias=True))
+register(Family("Qwen2ForCausalLM", attention(bias=True), dense_mlp(), qkv_bias=True))

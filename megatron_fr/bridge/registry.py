@@ -24,20 +24,24 @@ class Family:
 
     Attributes:
         architecture: as in ``config.json``.
-        layer_rules: the rules of one layer, in the order in which tensors are streamed.
+        layer_rules: the rules that every layer has, in the order in which tensors are streamed.
+        dense_rules: those of a layer whose MLP is dense; they follow.
+        moe_rules: those of a layer whose MLP is a mixture of experts; empty where the family has none.
         qkv_bias: q, k and v have biases.
         qk_norm: queries and keys are normalised.
     """
 
     architecture: str
     layer_rules: tuple[Rule, ...]
+    dense_rules: tuple[Rule, ...]
+    moe_rules: tuple[Rule, ...] = ()
     qkv_bias: bool = False
     qk_norm: bool = False
 
     @property
     def moe(self) -> bool:
-        """Whether its MLPs are mixtures of experts."""
-        return any(rule.per_expert for rule in self.layer_rules)
+        """Whether its MLPs are mixtures of experts, in all layers or some."""
+        return bool(self.moe_rules)
 
 
 @dataclass(frozen=True)
@@ -91,10 +95,11 @@ def entries(hf_config: Any) -> Iterator[Entry]:
     """Every rule of the whole model with its names, in the fixed order of loading, saving and synchronising."""
     family, dims = family_of(hf_config), Dims.from_hf(hf_config)
     yield from (Entry(rule, rule.param, rule.hf) for rule in EMBEDDING)
-    shared = [rule for rule in family.layer_rules if not rule.per_expert]
-    experts = [rule for rule in family.layer_rules if rule.per_expert]
+    moe_layers = set(dims.moe_layers)
     for layer in range(dims.layers):
-        yield from (_entry(rule, layer, None) for rule in shared)
+        rules = family.layer_rules + (family.moe_rules if layer in moe_layers else family.dense_rules)
+        experts = [rule for rule in rules if rule.per_expert]
+        yield from (_entry(rule, layer, None) for rule in rules if not rule.per_expert)
         for expert in range(dims.experts if experts else 0):
             yield from (_entry(rule, layer, expert) for rule in experts)
     yield from (Entry(rule, rule.param, rule.hf) for rule in FINAL_NORM)

@@ -47,12 +47,21 @@ def load_tokenizer(path: str) -> Any:
 
 
 def model_limits(hf_config: Any, max_context: int) -> ModelLimits:
-    """What trajectories of this model may contain."""
+    """What trajectories of this model may contain.
+
+    Raises:
+        ModelError: only some of its layers have experts, which the engine cannot load.
+    """
     dims = Dims.from_hf(hf_config)
+    if 0 < len(dims.moe_layers) < dims.layers:
+        raise ModelError(
+            f"{len(dims.moe_layers)} of the model's {dims.layers} layers have experts (decoder_sparse_step, "
+            "mlp_only_layers); SGLang builds experts in every layer, so it can be converted but not sampled from"
+        )
     return ModelLimits(
         vocab_size=dims.vocab,
         max_context=max_context,
-        num_moe_layers=dims.layers if dims.experts else 0,
+        num_moe_layers=len(dims.moe_layers),
         top_k=dims.top_k if dims.experts else 0,
         num_experts=dims.experts,
     )

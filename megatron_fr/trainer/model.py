@@ -88,6 +88,8 @@ def build_transformer_config(
             "moe_aux_loss_coeff": 0.0,
             "moe_grouped_gemm": transformer_impl == "te",
             "moe_enable_routing_replay": routing_replay,
+            # Only where layers differ: a list also changes how Megatron-Core names the tensors of a checkpoint.
+            **({} if len(dims.moe_layers) == dims.layers else {"moe_layer_freq": _moe_pattern(dims)}),
         }
     return TransformerConfig(
         num_layers=dims.layers,
@@ -171,7 +173,7 @@ def build_model(
     )
     model = GPTModel(
         config,
-        _block_spec(config, implementation),
+        _block_spec(config, dims, implementation),
         vocab_size=dims.padded_vocab(run_config.parallel.tensor),
         max_sequence_length=hf_config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -184,22 +186,46 @@ def build_model(
     return [model.to(device.torch_device)]
 
 
-def _block_spec(config: Any, implementation: str) -> Any:
+def _moe_pattern(dims: Dims) -> list[int]:
+    return [int(layer in dims.moe_layers) for layer in range(dims.layers)]
+
+
+def _block_spec(config: Any, dims: Dims, implementation: str) -> Any:
     """The one place that chooses between Transformer Engine's layers and Megatron-Core's own."""
-    from megatron.core.models.gpt import gpt_layer_specs as specs
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     if implementation == "te":
-        return specs.get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts,
-            moe_grouped_gemm=config.moe_grouped_gemm,
-            qk_layernorm=config.qk_layernorm,
-        )
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+        from megatron.core.extensions.transformer_engine import TENorm as layer_norm
+
+        make = _te_layer
+    else:
+        from megatron_fr.trainer.norm import RMSNorm as layer_norm
+
+        make = _local_layer
+    kinds = {moe: make(config, moe) for moe in set(_moe_pattern(dims))}
+    first = get_transformer_layer_offset(config)
+    here = _moe_pattern(dims)[first : first + get_num_layers_to_build(config)]
+    return TransformerBlockSubmodules(layer_specs=[kinds[moe] for moe in here], layer_norm=layer_norm)
+
+
+def _te_layer(config: Any, moe: int) -> Any:
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+
+    return specs.get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts if moe else None,
+        moe_grouped_gemm=config.moe_grouped_gemm and bool(moe),
+        qk_layernorm=config.qk_layernorm,
+    )
+
+
+def _local_layer(config: Any, moe: int) -> Any:
+    from megatron.core.models.gpt import gpt_layer_specs as specs
 
     from megatron_fr.trainer.norm import RMSNorm
 
     layer = specs.get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
+        num_experts=config.num_moe_experts if moe else None,
         moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
         normalization=config.normalization,
@@ -208,7 +234,10 @@ def _block_spec(config: Any, implementation: str) -> Any:
     if config.qk_layernorm:
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    if moe:
+        # Transformer Engine's layers fuse the norm into a dense MLP only: the same name in checkpoints of both.
+        layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
+    return layer
 
 
 def _rope_theta(hf_config: Any) -> float:
@@ -217,7 +246,8 @@ def _rope_theta(hf_config: Any) -> float:
 
 
 def _check_model(hf_config: Any) -> None:
-    family, name = family_of(hf_config), hf_config.model_type
+    family_of(hf_config)  # raises for an unknown architecture
+    name = hf_config.model_type
 
     def refuse(field: str, value: Any, supported: str) -> ModelError:
         return ModelError(f"model of type {name}: {field}={value!r} is not supported; only {supported} is")
@@ -233,12 +263,6 @@ def _check_model(hf_config: Any) -> None:
         raise refuse("attention_bias", True, "false")
     if getattr(hf_config, "use_sliding_window", False):
         raise refuse("use_sliding_window", True, "false")
-    if family.moe and (hf_config.mlp_only_layers or hf_config.decoder_sparse_step != 1):
-        raise refuse(
-            "mlp_only_layers, decoder_sparse_step",
-            (hf_config.mlp_only_layers, hf_config.decoder_sparse_step),
-            "[], 1 (experts in every layer)",
-        )
 
 
 def _check_split(dims: Dims, parallel: ParallelConfig, transformer_impl: str) -> None:
@@ -251,13 +275,13 @@ def _check_split(dims: Dims, parallel: ParallelConfig, transformer_impl: str) ->
     if dims.experts:
         parts.append(("parallel.expert", parallel.expert, "experts", dims.experts))
         parts.append(("parallel.expert_tensor", parallel.expert_tensor, "expert MLP width", dims.moe_ffn))
-    else:
+    if len(dims.moe_layers) < dims.layers:
         parts.append(("parallel.tensor", parallel.tensor, "MLP width", dims.ffn))
-        if parallel.expert * parallel.expert_tensor > 1:
-            raise ConfigError(
-                f"parallel.expert={parallel.expert}, parallel.expert_tensor={parallel.expert_tensor}: "
-                "the model has no experts; set both to 1"
-            )
+    if not dims.experts and parallel.expert * parallel.expert_tensor > 1:
+        raise ConfigError(
+            f"parallel.expert={parallel.expert}, parallel.expert_tensor={parallel.expert_tensor}: "
+            "the model has no experts; set both to 1"
+        )
     for field, size, what, whole in parts:
         if whole % size:
             raise ConfigError(f"{field}={size} does not divide the model's {what} ({whole}); choose a divisor")

@@ -16,6 +16,8 @@ from megatron_fr.config import RunConfig
 from megatron_fr.device import Device
 from megatron_fr.errors import ConfigError
 from megatron_fr.trainer.batch import RouteShape, SequenceSlice
+from megatron_fr.trainer.head import LogprobHead
+from megatron_fr.trainer.logprob import LogprobSettings
 from megatron_fr.trainer.model import build_model, torch_dtype, uses_sequence_parallel
 from megatron_fr.trainer.objective import Objective
 from megatron_fr.trainer.optimizer import make_optimizer, make_schedule, wrap_for_training
@@ -70,7 +72,7 @@ def build_policy(config: RunConfig, device: Device) -> Policy:
     load_hf_weights(chunks, hf_config, source)
 
     dims = Dims.from_hf(hf_config)
-    replays = config.train.routing_replay == "rollout" and dims.experts > 0
+    replays = config.train.routing_replay == "rollout" and len(dims.moe_layers) > 0
     recompute = config.train.recompute == "full"
     sequence_parallel = uses_sequence_parallel(hf_config, config.parallel)
     ddp_chunks = wrap_for_training(chunks, config.parallel)
@@ -80,9 +82,18 @@ def build_policy(config: RunConfig, device: Device) -> Policy:
         optimizer=optimizer,
         schedule=make_schedule(optimizer, config.optimizer, config.train.num_updates),
         objective=Objective(config.algorithm),
-        vocab_size=dims.vocab,
-        temperature=config.rollout.temperature,
-        replay=RoutingReplay(chunks, range(1, dims.layers + 1), recompute=recompute) if replays else None,
+        head=LogprobHead(
+            LogprobSettings(
+                vocab_size=dims.vocab,
+                temperature=config.rollout.temperature,
+                mode=config.train.logprob_mode,
+                chunk_tokens=config.train.logprob_chunk_tokens,
+                group=parallel_state.get_tensor_model_parallel_group(),
+            )
+        ),
+        replay=RoutingReplay(chunks, [layer + 1 for layer in dims.moe_layers], recompute=recompute)
+        if replays
+        else None,
     )
     return Policy(
         hf_config=hf_config,
@@ -90,7 +101,7 @@ def build_policy(config: RunConfig, device: Device) -> Policy:
         chunks=chunks,
         step=step,
         objective=step.objective,
-        route_shape=RouteShape(dims.layers, dims.top_k, dims.experts) if replays else None,
+        route_shape=RouteShape(len(dims.moe_layers), dims.top_k, dims.experts) if replays else None,
         pad_multiple=config.parallel.tensor if sequence_parallel else 1,
         sequence_slice=SequenceSlice(parallel_state.get_tensor_model_parallel_rank(), config.parallel.tensor)
         if sequence_parallel

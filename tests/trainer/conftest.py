@@ -10,13 +10,17 @@ import pytest
 import torch
 
 from megatron_fr.tiny import make_untrained
+from megatron_fr.tiny.model import build_untrained, save, tiny_config
+from megatron_fr.tiny.tokenizer import make_tokenizer
 
-#: name: make_untrained's arguments. ``moe_unnormed`` has ``norm_topk_prob`` false. Vocabulary 515 is odd, so that TP 2
+#: name: make_untrained's arguments. ``moe_unnormed`` has ``norm_topk_prob`` false, ``moe_mixed`` experts
+#: in its second layer only. Vocabulary 515 is odd, so that TP 2
 #: needs a padding row.
 MODELS: dict[str, dict[str, Any]] = {
     "moe": {"family": "qwen3_moe", "num_layers": 4, "vocab_size": 515},
     "moe_tied": {"family": "qwen3_moe", "tie": True},
     "moe_unnormed": {"family": "qwen3_moe"},
+    "moe_mixed": {"family": "qwen3_moe", "num_layers": 4, "vocab_size": 515},
     "qwen3": {"family": "qwen3", "vocab_size": 515},
     "qwen3_tied": {"family": "qwen3", "tie": True, "vocab_size": 515},
     "qwen2": {"family": "qwen2"},
@@ -32,7 +36,13 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _make(folder: Path, arguments: dict[str, Any]) -> Path:
-    make_untrained(folder, **arguments)
+    if folder.name == "moe_mixed":
+        config = tiny_config(**arguments)
+        config.decoder_sparse_step, config.mlp_only_layers = 2, [3]
+        folder.mkdir()
+        save(build_untrained(config), make_tokenizer(), folder)
+    else:
+        make_untrained(folder, **arguments)
     if folder.name == "moe_unnormed":
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"norm_topk_prob": False}))

@@ -16,7 +16,7 @@ MOE = ("moe", "moe_tied")
 
 #: One set of processes each: (world size, [(layout, models)]).
 LAYOUTS: dict[str, tuple[int, list[tuple[dict[str, int], tuple[str, ...]]]]] = {
-    "one process": (1, [({}, ("moe_unnormed", *MOE, *DENSE))]),
+    "one process": (1, [({}, ("moe_unnormed", "moe_mixed", *MOE, *DENSE))]),
     "two processes": (
         2,
         [
@@ -30,9 +30,10 @@ LAYOUTS: dict[str, tuple[int, list[tuple[dict[str, int], tuple[str, ...]]]]] = {
     "four processes": (
         4,
         [
-            ({"tensor": 2, "expert": 2}, MOE),
+            ({"tensor": 2, "expert": 2}, (*MOE, "moe_mixed")),
             ({"tensor": 2, "pipeline": 2}, ("moe_tied", "qwen3_tied", "qwen2")),
-            ({"pipeline": 2, "expert": 2}, ("moe",)),
+            ({"pipeline": 2, "expert": 2}, ("moe", "moe_mixed")),
+            ({"expert": 4}, ("moe", "moe_mixed")),
         ],
     ),
 }

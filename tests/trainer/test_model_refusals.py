@@ -33,8 +33,6 @@ def _build(family: Any, changes: dict[str, Any], parallel: dict[str, Any]) -> An
         ("qwen2", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("qwen3", {"attention_bias": True}, "attention_bias=True"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True"),
-        ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
-        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
     ],
 )
 def test_an_unsupported_model_names_the_field(family: str, changes: dict[str, Any], message: str) -> None:
