@@ -37,3 +37,7 @@ class SyncError(MegatronFRError):
 
 class RolloutEnded(MegatronFRError):
     """The rollout service stopped serving batches; the message carries its reason."""
+
+
+class CheckpointError(MegatronFRError):
+    """A training checkpoint cannot be written, read, or continued with this configuration."""

@@ -1,0 +1,205 @@
+"""Writing and reading one checkpoint folder with Megatron's ``dist_checkpointing`` (torch_dist), in the background.
+
+The writing is Megatron's own asynchronous save: each rank forks a child that writes that rank's file from a snapshot
+of its memory (copy-on-write), while training goes on. Two changes: results come back through anonymous memory instead
+of a manager process, which would outlive a killed trainer, and the child dies with its rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import pickle
+import queue
+import random
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+from megatron_fr.errors import CheckpointError
+from megatron_fr.trainer.checkpoint_state import (
+    OptimizerTarget,
+    adam_step,
+    model_state,
+    optimizer_state,
+    set_adam_step,
+)
+from megatron_fr.trainer.policy import Policy
+
+_PR_SET_PDEATHSIG = 1
+# Warnings of a format change and of an asynchronous writer that this package does not need.
+logging.getLogger("megatron.core.dist_checkpointing.strategies.torch").setLevel(logging.ERROR)
+
+
+class BackgroundWriter:
+    """One checkpoint at a time on its way to disk. Every method is a collective."""
+
+    def __init__(self) -> None:
+        self._calls = AsyncCallsQueue()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint was begun and not finished."""
+        return bool(self._calls.get_num_unfinalized_calls())
+
+    def begin(self, folder: Path, policy: Policy) -> dict[str, Any]:
+        """Snapshot the policy and start writing it to the existing, empty ``folder``.
+
+        Returns:
+            what belongs to this state and is no tensor, for :func:`read` to get back.
+        """
+        model = model_state(policy.chunks)
+        state = {
+            "model": model,
+            "optimizer": optimizer_state(policy.step.optimizer, model),
+            "rng": _rng_entry(_rng_state()),
+        }
+        # Megatron keeps the results' queue in a module variable and would start a manager process for it.
+        filesystem_async._results_queue = _ResultPipe()
+        request = dist_checkpointing.save(state, str(folder), async_sharded_save=True, async_strategy="mcore")
+        if request.async_fn is not None:
+            request = request._replace(async_fn=partial(_in_child, os.getpid(), request.async_fn))
+        self._calls.schedule_async_request(request)
+        return {
+            "adam_step": adam_step(policy.step.optimizer),
+            "schedule_step": int(policy.step.schedule.num_steps),
+            "world_size": dist.get_world_size(),
+        }
+
+    def finished(self, *, wait: bool) -> bool:
+        """Whether the checkpoint that was begun is complete on every rank.
+
+        Raises:
+            CheckpointError: a rank could not write; every rank raises it, rank 0 with the reason.
+        """
+        try:
+            return bool(self._calls.maybe_finalize_async_calls(blocking=wait))
+        except Exception as error:  # CheckpointException (a BaseException of torch's) is handled below
+            raise CheckpointError(_root_cause(error)) from error
+        except BaseException as error:
+            if type(error).__name__ != "CheckpointException":
+                raise
+            raise CheckpointError(_root_cause(error)) from error
+
+    def abandon(self) -> None:
+        """Kill the writing, whatever its state. No collective."""
+        while self._calls.async_calls:
+            self._calls.async_calls.popleft().async_caller.close(abort=True)
+
+
+@torch.no_grad()
+def read(folder: Path, policy: Policy, extra: dict[str, Any]) -> None:
+    """Load what :class:`BackgroundWriter` wrote, in this run's layout. A collective.
+
+    Random states are restored where the world has the size that it had; elsewhere they start from the seed.
+
+    Args:
+        extra: what :meth:`BackgroundWriter.begin` returned.
+
+    Raises:
+        CheckpointError: the folder does not hold this model's state.
+    """
+    model = model_state(policy.chunks)
+    target = OptimizerTarget(policy.step.optimizer, model)
+    state: dict[str, Any] = {"model": model, "optimizer": target.state}
+    same_world = extra["world_size"] == dist.get_world_size()
+    if same_world:
+        state["rng"] = _rng_entry(None)
+    try:
+        # A rank asks for the optimizer state of the parameters it updates, so not every tensor is asked for by the
+        # rank that is its main replica, which the check of integrity would demand.
+        loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
+    except Exception as error:
+        raise CheckpointError(f"checkpoint {folder} does not hold this model's state: {_root_cause(error)}") from error
+    for i, chunk in enumerate(policy.chunks):
+        chunk.load_state_dict(loaded["model"][f"chunk{i}"], strict=True)
+    target.take(loaded["optimizer"])
+    set_adam_step(policy.step.optimizer, extra["adam_step"])
+    # Sets learning rate and weight decay of this step of this run's schedule, whose length may have changed.
+    policy.step.schedule.num_steps = 0
+    policy.step.schedule.step(extra["schedule_step"])
+    if same_world:
+        _set_rng_state(loaded["rng"])
+
+
+class _ResultPipe:
+    """A queue of one item from a forked child, in memory: it needs no disk, no process and no reader at the time."""
+
+    def __init__(self) -> None:
+        self._file = os.fdopen(os.memfd_create("checkpoint-results"), "r+b")
+
+    def put(self, item: Any) -> None:
+        """Called in the child."""
+        self._file.seek(0)
+        pickle.dump(item, self._file)
+        self._file.flush()
+
+    def get_nowait(self) -> Any:
+        """Called by the parent once the child has ended; closes the queue."""
+        with self._file as file:
+            file.seek(0)
+            try:
+                return pickle.load(file)
+            except EOFError:
+                raise queue.Empty from None
+
+
+def _in_child(parent: int, write: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):  # a stop request is for the trainer, which waits for this child
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+    write(*args, **kwargs)
+
+
+def _rng_entry(state: dict[str, Any] | None) -> ShardedObject:
+    return ShardedObject("rng_state", state, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+
+
+def _rng_state() -> dict[str, Any]:
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+        "model_parallel": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["model_parallel"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _root_cause(error: BaseException) -> str:
+    """The innermost reason in one line; torch's CheckpointException keeps one error a rank."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank, (inner, _trace) = sorted(failures.items())[0]
+        return f"rank {rank}: {_root_cause(inner)}"
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error).strip().splitlines()
+    if not text and failures is not None:
+        return "another rank could not write; see its log"
+    return f"{type(error).__name__}: {text[0] if text else ''}"
