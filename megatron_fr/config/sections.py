@@ -131,6 +131,10 @@ class TrainConfig(Section):
     micro_batch_size: int = Field(8, ge=1, description="trajectories a forward")
     routing_replay: Literal["off", "rollout"] = Field("rollout", description="rollout: replay the engine's routes (R3)")
     recompute: Literal["off", "full"] = Field("off", description="activation recomputation")
+    logprob_mode: Literal["keep", "recompute"] = Field(
+        "keep", description="logits kept once for backward, or made again: less memory for one more product of the head"
+    )
+    logprob_chunk_tokens: int = Field(1024, ge=1, description="logits held at a time when logprob_mode=recompute")
     skip_without_signal: bool = Field(True, description="no optimizer step on a batch whose rewards are all equal")
 
 

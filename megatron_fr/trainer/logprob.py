@@ -1,120 +1,230 @@
-"""Selected log-probabilities and entropy from vocabulary-parallel logits.
+"""The head and its log-probabilities in one function: hidden states and a vocabulary-parallel weight in, float32 out.
 
-Nothing gathers the vocabulary and nothing keeps a float32 copy of all logits: tokens are walked in chunks, each chunk
-reduced in float32, in the forward and again in the backward.
+With ``z = scale * hidden @ weight.T`` the forward needs, per token, the normaliser, the chosen ``z`` and the entropy;
+the gradient of the chosen log-probability is ``scale * (onehot - softmax(z))``. Nothing gathers the vocabulary and
+nothing makes a float32 copy of the logits: they are reduced in float32 a few rows at a time. Two ways to pay for the
+backward:
+
+- ``keep``: logits of all tokens stay, in the model's dtype, and the backward writes their gradient over them.
+- ``recompute``: logits exist for ``chunk_tokens`` tokens at a time and are made again in the backward, which walks the
+  vocabulary in blocks of the same area, so that each block of the weight's gradient is one product, rounded once.
+  4 products against 3, since a sequence's gate needs all its log-probabilities before any gradient is known.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-#: Tokens reduced at a time: bounds the float32 scratch to chunk x vocabulary / TP.
-CHUNK_TOKENS = 2048
+LogprobMode = Literal["keep", "recompute"]
+
+#: Elements reduced in float32 at a time. On a CPU the scratch stays in the cache; on a GPU it fills the device.
+_CPU_SCRATCH = 1 << 18
+_GPU_SCRATCH = 1 << 25
+#: exp of it is 0 in float32, and 0 times it is 0, which 0 times the -inf of a masked logit is not.
+_FLOOR = -200.0
 
 
-def vocab_parallel_logprobs(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    temperature: float = 1.0,
-    vocab_size: int,
-    group: dist.ProcessGroup | None = None,
-    chunk_tokens: int = CHUNK_TOKENS,
+@dataclass(frozen=True)
+class LogprobSettings:
+    """How :func:`head_logprobs` works.
+
+    Attributes:
+        vocab_size: true vocabulary; padded columns beyond it take no part in the softmax.
+        temperature: of sampling; the behavior log-probabilities are those of the tempered distribution.
+        mode: see the module.
+        chunk_tokens: ``recompute`` holds logits of this many tokens at a time.
+        group: the tensor-parallel group, None for one rank.
+    """
+
+    vocab_size: int
+    temperature: float = 1.0
+    mode: LogprobMode = "keep"
+    chunk_tokens: int = 1024
+    group: dist.ProcessGroup | None = None
+
+
+def head_logprobs(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, settings: LogprobSettings
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``log softmax(logits / temperature)[target]`` and the entropy of that distribution.
+    """``log softmax(hidden @ weight.T / temperature)[target]`` and the entropy of that distribution.
+
+    Both gradients are this rank's part: under tensor parallelism the caller sums the one of ``hidden`` over the group.
+    Differentiable once: ``keep`` overwrites what it saved, and a second backward is an error.
 
     Args:
-        logits: ``[..., V / TP]``, float32 or bfloat16, this rank's slice of the (padded) vocabulary.
-        targets: int64 ``[...]``, global token ids.
-        temperature: of sampling; the behavior log-probabilities are those of the tempered distribution.
-        vocab_size: true vocabulary; padded columns beyond it take no part in the softmax.
-        group: the tensor-parallel group, None for one rank.
-        chunk_tokens: tokens reduced at a time.
+        hidden: ``[N, H]``, the same on every rank of the group.
+        weight: ``[V / TP, H]``, this rank's rows of the (padded) output weight, in the dtype of ``hidden``.
+        targets: int64 ``[N]``, global token ids.
 
     Returns:
-        float32 ``[...]`` log-probabilities (differentiable) and float32 ``[...]`` entropy in nats (without gradient).
+        ``[N]`` log-probabilities (differentiable) and ``[N]`` entropy in nats (without gradient), float32, or float64
+        for float64 inputs.
     """
-    flat = logits.reshape(-1, logits.shape[-1])
-    logprobs, entropy = _SelectedLogProb.apply(
-        flat, targets.reshape(-1), 1.0 / temperature, vocab_size, group, chunk_tokens
-    )
-    return logprobs.view(targets.shape), entropy.view(targets.shape)
+    keep = settings.mode == "keep" and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    logprobs, entropy = _HeadLogProb.apply(hidden, weight, targets, settings, keep)
+    return logprobs, entropy
 
 
-class _SelectedLogProb(torch.autograd.Function):
+class _HeadLogProb(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        logits: torch.Tensor,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
         targets: torch.Tensor,
-        scale: float,
-        vocab_size: int,
-        group: dist.ProcessGroup | None,
-        chunk_tokens: int,
+        settings: LogprobSettings,
+        keep: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, width = logits.shape
-        rank = dist.get_rank(group) if group is not None else 0
-        first = rank * width
-        # How many of this rank's columns are real; the rest pad the vocabulary to a multiple of TP.
-        real = max(0, min(width, vocab_size - first))
-        local = targets - first
-        mine = (local >= 0) & (local < real)
-        local = local.clamp(0, width - 1)
-
-        top = logits.new_full((tokens,), float("-inf"), dtype=torch.float32)
-        for rows in _chunks(tokens, chunk_tokens):
-            if real:
-                top[rows] = logits[rows, :real].float().amax(dim=-1).mul_(scale)
-        _reduce(top, dist.ReduceOp.MAX, group)
-
-        # Rows: sum of exp(z - top), sum of exp(z - top) (z - top), selected z - top. One reduction for the three.
-        sums = torch.zeros((3, tokens), dtype=torch.float32, device=logits.device)
-        for rows in _chunks(tokens, chunk_tokens):
-            if not real:
-                continue
-            z = logits[rows, :real].to(torch.float32, copy=True).mul_(scale).sub_(top[rows, None])
-            selected = z.gather(1, local[rows, None].clamp(max=real - 1)).squeeze(1)
-            sums[2, rows] = torch.where(mine[rows], selected, torch.zeros_like(selected))
-            weights = z.exp()
-            sums[0, rows] = weights.sum(dim=-1)
-            # A logit of -inf has weight 0 and must add 0 to the entropy, not 0 * -inf.
-            sums[1, rows] = (weights * torch.where(weights > 0, z, torch.zeros_like(z))).sum(dim=-1)
-        _reduce(sums, dist.ReduceOp.SUM, group)
-
-        log_total = sums[0].log()
-        logprobs = sums[2] - log_total
-        entropy = log_total - sums[1] / sums[0]
-        ctx.save_for_backward(logits, local, mine, top + log_total)
-        ctx.scale, ctx.real, ctx.chunk_tokens = scale, real, chunk_tokens
+        shard = _Shard.of(weight, targets, settings)
+        tokens = len(hidden)
+        # Rows: local maximum, sum of exp(z - top), sum of exp(z - top) (z - top), chosen z - top.
+        stats = torch.zeros((4, tokens), dtype=_wide(hidden.dtype), device=hidden.device)
+        logits = None
+        if keep:
+            logits = hidden @ weight.t()
+            _reduce_rows(logits, shard, slice(0, tokens), stats)
+        else:
+            buffer = hidden.new_empty((min(tokens, settings.chunk_tokens), len(weight)))
+            for rows in _slices(tokens, settings.chunk_tokens):
+                chunk = torch.mm(hidden[rows], weight.t(), out=buffer[: rows.stop - rows.start])
+                _reduce_rows(chunk, shard, rows, stats)
+        top, total, weighted, chosen = _combine(stats, shard, settings.group)
+        log_total = total.log()
+        logprobs = chosen - log_total
+        entropy = log_total - weighted / total
+        ctx.save_for_backward(hidden, weight, shard.local, shard.mine, top + log_total, logits)
+        ctx.real, ctx.scale, ctx.chunk_tokens = shard.real, shard.scale, settings.chunk_tokens
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _entropy: Any) -> tuple[Any, ...]:
-        logits, local, mine, log_norm = ctx.saved_tensors
-        real, scale = ctx.real, ctx.scale
-        out = torch.zeros_like(logits)
-        for rows in _chunks(len(logits), ctx.chunk_tokens):
-            if not real:
-                continue
-            # d logp / d logit = scale * (onehot - softmax)
-            g = grad[rows, None] * scale
-            part = (
-                logits[rows, :real].to(torch.float32, copy=True).mul_(scale).sub_(log_norm[rows, None]).exp_().mul_(-g)
-            )
-            hit = torch.where(mine[rows, None], g, torch.zeros_like(g))
-            part.scatter_add_(1, local[rows, None].clamp(max=real - 1), hit)
-            out[rows, :real] = part.to(logits.dtype)
-        return out, None, None, None, None, None
+        hidden, weight, local, mine, log_norm, logits = ctx.saved_tensors
+        shard = _Shard(local, mine, ctx.real, ctx.scale)
+        if logits is not None:
+            _to_gradient(logits, shard, 0, log_norm, grad)
+            return logits @ weight, logits.t() @ hidden, None, None, None
+
+        tokens, width = len(hidden), len(weight)
+        area = ctx.chunk_tokens * width
+        block = min(width, max(1, area // max(tokens, 1)))
+        buffer = hidden.new_empty(tokens * block)
+        grad_weight = torch.empty_like(weight)
+        # Blocks of the vocabulary add up here: in float32, or rounding would grow with their number.
+        grad_hidden = torch.zeros_like(hidden, dtype=_wide(hidden.dtype))
+        for columns in _slices(width, block):
+            part = weight[columns]
+            logits = torch.mm(hidden, part.t(), out=buffer[: tokens * len(part)].view(tokens, len(part)))
+            _to_gradient(logits, shard, columns.start, log_norm, grad)
+            torch.mm(logits.t(), hidden, out=grad_weight[columns])
+            if grad_hidden.dtype == hidden.dtype:
+                grad_hidden.addmm_(logits, part)
+            else:
+                grad_hidden += logits @ part
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None
 
 
-def _chunks(total: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+@dataclass(frozen=True)
+class _Shard:
+    """This rank's part of the vocabulary.
+
+    Attributes:
+        local: int64 ``[N]``, the target's column here, in range also where the target is another rank's.
+        mine: bool ``[N]``, where the target is here.
+        real: columns that are no padding; they come first.
+        scale: of the logits, one over the temperature.
+    """
+
+    local: torch.Tensor
+    mine: torch.Tensor
+    real: int
+    scale: float
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, targets: torch.Tensor, settings: LogprobSettings) -> _Shard:
+        width = len(weight)
+        first = width * (dist.get_rank(settings.group) if settings.group is not None else 0)
+        real = max(0, min(width, settings.vocab_size - first))
+        local = targets - first
+        return cls(local.clamp(0, max(real - 1, 0)), (local >= 0) & (local < real), real, 1.0 / settings.temperature)
 
 
-def _reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup | None) -> None:
-    if group is not None and dist.get_world_size(group) > 1:
-        dist.all_reduce(tensor, op=op, group=group)
+def _reduce_rows(logits: torch.Tensor, shard: _Shard, rows: slice, stats: torch.Tensor) -> None:
+    """Fill ``stats[:, rows]`` from the logits ``[rows, V / TP]`` of these rows; reads each logit from memory once."""
+    if not shard.real:
+        return
+    for part, z in _scratch_parts(logits[:, : shard.real], stats.dtype):
+        at = slice(rows.start + part.start, rows.start + part.stop)
+        z.copy_(logits[part, : shard.real])
+        if shard.scale != 1.0:
+            z.mul_(shard.scale)
+        torch.amax(z, dim=-1, out=stats[0, at])
+        z.sub_(stats[0, at, None])
+        stats[3, at] = torch.where(shard.mine[at], z.gather(1, shard.local[at, None]).squeeze(1), 0)
+        weights = z.clamp_(min=_FLOOR).exp()
+        torch.sum(weights, dim=-1, out=stats[1, at])
+        torch.sum(weights.mul_(z), dim=-1, out=stats[2, at])
+
+
+def _combine(stats: torch.Tensor, shard: _Shard, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """From each rank's ``stats`` to those of the whole vocabulary, relative to the whole vocabulary's maximum."""
+    if group is None or dist.get_world_size(group) == 1:
+        return stats
+    top = stats[0].clone() if shard.real else torch.full_like(stats[0], float("-inf"))
+    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+    sums = torch.zeros_like(stats[1:])
+    if shard.real:
+        shift = stats[0] - top
+        factor = shift.exp()
+        sums[0] = factor * stats[1]
+        sums[1] = factor * (stats[2] + stats[1] * shift.clamp(min=_FLOOR))
+        sums[2] = torch.where(shard.mine, stats[3] + shift, 0)
+    dist.all_reduce(sums, group=group)
+    return torch.cat([top[None], sums])
+
+
+def _to_gradient(logits: torch.Tensor, shard: _Shard, first: int, log_norm: torch.Tensor, grad: torch.Tensor) -> None:
+    """Overwrite logits ``[N, columns]``, whose first column is column ``first`` here, with the loss's gradient."""
+    real = max(0, min(logits.shape[1], shard.real - first))
+    logits[:, real:] = 0
+    if not real:
+        return
+    local = shard.local - first
+    hit = torch.where(shard.mine & (local >= 0) & (local < real), grad, 0).mul_(shard.scale)[:, None]
+    local = local.clamp(0, real - 1)[:, None]
+    minus = grad[:, None] * -shard.scale
+    in_place = logits.dtype == log_norm.dtype
+    for part, scratch in _scratch_parts(logits[:, :real], log_norm.dtype, allocate=not in_place):
+        target = logits[part, :real]
+        z = target if in_place else scratch.copy_(target)
+        if shard.scale != 1.0:
+            z.mul_(shard.scale)
+        z.sub_(log_norm[part, None]).exp_().mul_(minus[part])
+        z.scatter_add_(1, local[part], hit[part])
+        if not in_place:
+            target.copy_(z)
+
+
+def _scratch_parts(
+    logits: torch.Tensor, dtype: torch.dtype, *, allocate: bool = True
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Groups of rows, each with the same uninitialised scratch of their shape."""
+    tokens, width = logits.shape
+    rows = max(1, (_CPU_SCRATCH if logits.device.type == "cpu" else _GPU_SCRATCH) // width)
+    scratch = logits.new_empty((min(rows, tokens) if allocate else 0, width), dtype=dtype)
+    for part in _slices(tokens, rows):
+        yield part, scratch[: part.stop - part.start]
+
+
+def _slices(total: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What reductions happen in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -23,7 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_fr.algorithm.stats import MAX_NAMES, SUM_NAMES, LossStats, policy_metrics
 from megatron_fr.trainer.batch import MicroBatch
-from megatron_fr.trainer.logprob import vocab_parallel_logprobs
+from megatron_fr.trainer.head import HeadTask, LogprobHead
 from megatron_fr.trainer.objective import BatchConstants, Objective
 from megatron_fr.trainer.routing_replay import RoutingReplay
 
@@ -44,8 +44,7 @@ class TrainStep:
 
     Attributes:
         chunks: the rank's DDP-wrapped model chunks.
-        vocab_size: the true vocabulary, without the padding that TP needs.
-        temperature: of the rollouts.
+        head: makes the log-probabilities, on the last pipeline stage.
         replay: routing replay, or None.
     """
 
@@ -53,8 +52,7 @@ class TrainStep:
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
     objective: Objective
-    vocab_size: int
-    temperature: float
+    head: LogprobHead
     replay: RoutingReplay | None
     forwards: int = field(default=0, init=False)
     _routes: torch.Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64), init=False)
@@ -101,7 +99,7 @@ class TrainStep:
         iterators = [iter(batches) for _ in self.chunks]
         try:
             results = get_forward_backward_func()(
-                forward_step_func=partial(self._forward, loss=loss),
+                forward_step_func=partial(self._forward, loss=loss, actions_only=train),
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=list(self.chunks),
                 num_microbatches=len(batches),
@@ -118,35 +116,31 @@ class TrainStep:
         return results
 
     def _forward(
-        self, iterator: Iterator[MicroBatch], model: torch.nn.Module, *, loss: Callable[..., Any]
-    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+        self, iterator: Iterator[MicroBatch], model: torch.nn.Module, *, loss: Callable[..., Any], actions_only: bool
+    ) -> tuple[Any, Callable[[Any], Any]]:
         batch = next(iterator)
         self.forwards += 1
         # No mask: attention is causal, and padding stands at the end of a row.
-        output = model(batch.tokens, batch.position_ids, None)
+        task = HeadTask(batch.targets, batch.action_mask if actions_only else None)
+        output = model(
+            batch.tokens, batch.position_ids, None, output_processor=self.head, output_processor_context=task
+        )
         return output, partial(loss, batch)
 
     def _training_loss(
-        self, batch: MicroBatch, logits: torch.Tensor, *, constants: BatchConstants, scale: int
+        self, batch: MicroBatch, output: tuple[torch.Tensor, torch.Tensor], *, constants: BatchConstants, scale: int
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        logprobs, entropy = self._head(batch, logits)
+        logprobs, entropy = output
         loss, stats = self.objective.loss(batch, logprobs, entropy, constants)
         entropy_sum = torch.where(batch.action_mask, entropy, 0).double().sum()
         report = {"loss": loss.detach().double(), "entropy_sum": entropy_sum, "stats": stats}
         return loss * scale, report
 
-    def _inference_loss(self, batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-        logprobs, _entropy = self._head(batch, logits)
+    def _inference_loss(
+        self, _batch: MicroBatch, output: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        logprobs, _entropy = output
         return logprobs.new_zeros(()), {"logprobs": logprobs}
-
-    def _head(self, batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return vocab_parallel_logprobs(
-            logits,
-            batch.targets,
-            temperature=self.temperature,
-            vocab_size=self.vocab_size,
-            group=parallel_state.get_tensor_model_parallel_group(),
-        )
 
     def _reduce(self, results: Sequence[dict[str, Any]], constants: BatchConstants) -> dict[str, float]:
         """Combine micro-batches and ranks; only the last pipeline stage has results, and TP ranks hold the same."""

@@ -174,7 +174,8 @@ def _gradients(folder: Path, parallel: dict[str, Any], train: dict[str, Any]) ->
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_fr.trainer.logprob import vocab_parallel_logprobs
+    from megatron_fr.trainer.head import HeadTask, LogprobHead
+    from megatron_fr.trainer.logprob import LogprobSettings
     from megatron_fr.trainer.optimizer import make_optimizer, wrap_for_training
 
     hf_config = read_hf_config(folder)
@@ -186,21 +187,24 @@ def _gradients(folder: Path, parallel: dict[str, Any], train: dict[str, Any]) ->
     ids, mask = batch["ids"], batch["mask"]
     counted = mask[:, 1:].sum()
 
+    head = LogprobHead(
+        LogprobSettings(
+            hf_config.vocab_size,
+            mode=config.train.logprob_mode,
+            chunk_tokens=config.train.logprob_chunk_tokens,
+            group=parallel_state.get_tensor_model_parallel_group(),
+        )
+    )
+    # The last position predicts nothing. With recomputed logits only the real tokens go through the head.
+    targets, counts = ids.roll(-1, 1), mask.roll(-1, 1)
+    counts[:, -1] = False
+    task = HeadTask(targets, counts if config.train.logprob_mode == "recompute" else None)
+
     def step(iterator: Any, model: torch.nn.Module) -> Any:
         del iterator
-        output = model(ids, torch.arange(ids.shape[1]).expand_as(ids), None)
-
-        def loss(logits: torch.Tensor) -> Any:
-            logprobs, _ = vocab_parallel_logprobs(
-                logits[:, :-1],
-                ids[:, 1:],
-                vocab_size=hf_config.vocab_size,
-                group=parallel_state.get_tensor_model_parallel_group(),
-            )
-            value = -logprobs[mask[:, 1:]].sum() / counted
-            return value, {}
-
-        return output, loss
+        positions = torch.arange(ids.shape[1]).expand_as(ids)
+        output = model(ids, positions, None, output_processor=head, output_processor_context=task)
+        return output, lambda values: (-values[0][counts].sum() / counted, {})
 
     for chunk in ddp:
         chunk.zero_grad_buffer()

@@ -12,6 +12,7 @@ from parallel_launch import run_ranks
 
 PLAIN = {"distributed_optimizer": False}
 RECOMPUTE = {"recompute": "full"}
+LOGITS_AGAIN = {"logprob_mode": "recompute", "logprob_chunk_tokens": 7}
 
 JOBS: dict[str, tuple[int, list[tuple[str, dict[str, Any], dict[str, Any]]]]] = {
     "one process": (
@@ -21,6 +22,7 @@ JOBS: dict[str, tuple[int, list[tuple[str, dict[str, Any], dict[str, Any]]]]] = 
             ("moe", PLAIN, RECOMPUTE),
             ("qwen3", PLAIN, {}),
             ("qwen2_tied", PLAIN, {}),
+            ("qwen2_tied", PLAIN, LOGITS_AGAIN),
             ("moe", {}, {}),
         ],
     ),
@@ -28,11 +30,13 @@ JOBS: dict[str, tuple[int, list[tuple[str, dict[str, Any], dict[str, Any]]]]] = 
         2,
         [
             ("moe", {"tensor": 2, **PLAIN}, {}),
+            ("moe", {"tensor": 2, **PLAIN}, LOGITS_AGAIN),
+            ("qwen2_tied", {"tensor": 2, **PLAIN}, LOGITS_AGAIN),
             ("moe", {"tensor": 2, "expert_tensor": 2, **PLAIN}, RECOMPUTE),
             ("qwen3", {"tensor": 2, **PLAIN}, {}),
             ("qwen2_tied", {"tensor": 2, "sequence_parallel": True, **PLAIN}, {}),
             ("moe", {"expert": 2, **PLAIN}, {}),
-            ("moe_tied", {"pipeline": 2, **PLAIN}, {}),
+            ("moe_tied", {"pipeline": 2, **PLAIN}, LOGITS_AGAIN),
             ("qwen2_tied", {"pipeline": 2, **PLAIN}, {}),
             ("moe", PLAIN, {}),
             ("moe", {"tensor": 2}, {}),
