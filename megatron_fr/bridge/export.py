@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,20 +14,7 @@ from megatron_fr.bridge.dims import Dims
 from megatron_fr.bridge.local import Placement
 from megatron_fr.bridge.mappings import Rule
 from megatron_fr.bridge.registry import Entry, entries
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """A tensor that :func:`iter_hf_tensors` will yield."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the data."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+from megatron_fr.bridge.tensor_file import TensorSpec
 
 
 def hf_tensor_specs(hf_config: Any, dtype: torch.dtype) -> list[TensorSpec]:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import torch
 
+from megatron_fr.bridge.tensor_file import TensorFile, TensorSlice, TensorSpec
 from megatron_fr.errors import ModelError
+
+#: Configuration, generation configuration, tokenizer and chat template; not weights, and not their index.
+_COPIED_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -73,19 +78,16 @@ class WeightFiles:
         else:
             raise ModelError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}; convert the weights to safetensors")
         self._handles = {name: self._open(name) for name in sorted(set(named.values())) or [SINGLE_NAME]}
-        self._file_of = {tensor: file for file, handle in self._handles.items() for tensor in handle.keys()}  # noqa: SIM118
+        self._file_of = {tensor: file for file, handle in self._handles.items() for tensor in handle.names}
         for tensor, file in named.items():
             if self._file_of.get(tensor) != file:
                 raise ModelError(f"{folder / file} does not hold {tensor!r}, which {INDEX_NAME} says it does")
 
-    def _open(self, name: str) -> Any:
+    def _open(self, name: str) -> TensorFile:
         path = self.folder / name
         if not path.is_file():
             raise ModelError(f"{path} is missing, though {INDEX_NAME} names it; fetch the folder again")
-        try:
-            return safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path} is damaged or incomplete ({error}); fetch it again") from error
+        return TensorFile(path)
 
     @property
     def names(self) -> set[str]:
@@ -96,10 +98,40 @@ class WeightFiles:
         """The file that holds a tensor."""
         return self.folder / self._file_of[name]
 
-    def slice(self, name: str) -> Any:
+    def slice(self, name: str) -> TensorSlice:
         """A view that reads what is indexed."""
-        return self._handles[self._file_of[name]].get_slice(name)
+        return self._handles[self._file_of[name]].slice(name)
+
+    def spec(self, name: str) -> TensorSpec:
+        """Shape and dtype, from the file's header."""
+        return self._handles[self._file_of[name]].spec(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape, from the file's header."""
-        return tuple(self.slice(name).get_shape())
+        return self.spec(name).shape
+
+    def close(self) -> None:
+        """Close the files."""
+        for handle in self._handles.values():
+            handle.close()
+
+
+def stated_dtype(folder: Path) -> torch.dtype | None:
+    """The dtype that ``config.json`` says the weights have; None where it says none."""
+    config = json.loads((folder / "config.json").read_text())
+    name = config.get("dtype") or config.get("torch_dtype")
+    return getattr(torch, name) if name else None
+
+
+def copy_other_files(source: Path, out: Path) -> None:
+    """Copy configuration, generation configuration, tokenizer and chat template; not weights, and not their index.
+
+    Raises:
+        ModelError: names the file that could not be copied.
+    """
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.suffix in _COPIED_SUFFIXES and not file.name.endswith(".index.json"):
+            try:
+                shutil.copyfile(file, out / file.name)
+            except OSError as error:
+                raise ModelError(f"{file} cannot be copied to {out}: {error.strerror}") from error

@@ -20,7 +20,7 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
 @torch.no_grad()
 def load_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: Any, path: str | Path) -> None:
-    """Fill this rank's parameters, reading only the slices it holds. No collective.
+    """Fill this rank's parameters, reading only the slices it holds, one parameter at a time. No collective.
 
     Tensors are cast to the parameters' dtype. The folder's names and shapes are checked in full on every rank, before
     anything is read, so that all ranks fail alike.
@@ -31,7 +31,7 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: Any, path: str
     files = WeightFiles(resolve_folder(path))
     dims = Dims.from_hf(hf_config)
     table = list(entries(hf_config))
-    _check_files(files, table, dims, tied=is_tied(hf_config))
+    check_files(files, table, dims, tied=is_tied(hf_config))
 
     by_param = {entry.param: entry for entry in table}
     if is_tied(hf_config):  # the last of several pipeline stages has its own copy of the embedding
@@ -50,9 +50,15 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: Any, path: str
                 f"parameter {name!r} has shape {tuple(parameter.shape)}, its rule gives {tuple(value.shape)}"
             )
         parameter.copy_(value)
+    files.close()
 
 
-def _check_files(files: WeightFiles, table: Sequence[Entry], dims: Dims, tied: bool) -> None:
+def check_files(files: WeightFiles, table: Sequence[Entry], dims: Dims, tied: bool) -> None:
+    """Compare the names and shapes of a folder's tensors with those that the table expects.
+
+    Raises:
+        ModelError: names the file and the tensor that is missing, left over or of another shape.
+    """
     expected = {
         name: shape for entry in table for name, shape in zip(entry.hf, entry.rule.hf_shapes(dims), strict=True)
     }

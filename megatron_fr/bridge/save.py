@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
-from megatron_fr.bridge.export import TensorSpec, hf_tensor_specs, iter_hf_tensors
-from megatron_fr.bridge.folder import INDEX_NAME, SINGLE_NAME, resolve_folder
+from megatron_fr.bridge.atomic import atomic_folder
+from megatron_fr.bridge.export import hf_tensor_specs, iter_hf_tensors
+from megatron_fr.bridge.folder import INDEX_NAME, SINGLE_NAME, copy_other_files, resolve_folder, stated_dtype
+from megatron_fr.bridge.tensor_file import TensorFileWriter, TensorSpec
 from megatron_fr.errors import ModelError
-
-#: Configuration, generation configuration, tokenizer and chat template; not weights, and not their index.
-_COPIED_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
 
 
 def save_hf_folder(
@@ -32,8 +27,9 @@ def save_hf_folder(
 ) -> None:
     """Write ``out_dir``: safetensors files of at most ``shard_bytes``, and the other files of ``source_dir``.
 
-    A collective; rank 0 writes. Weights get the dtype that ``source_dir``'s configuration states. The folder appears
-    whole or not at all: it is written beside ``out_dir`` and renamed, and a folder that was there is replaced.
+    A collective; rank 0 writes, one tensor in memory at a time. Weights get the dtype that ``source_dir``'s
+    configuration states. The folder appears whole or not at all: it is written beside ``out_dir`` and renamed, and a
+    folder that was there is replaced.
 
     Raises:
         ModelError: on every rank, when rank 0 could not write.
@@ -44,7 +40,7 @@ def save_hf_folder(
         try:
             _write(tensors, hf_config, resolve_folder(source_dir), Path(out_dir), shard_bytes)
         except Exception as error:  # whatever it is, the other ranks must hear of it
-            failure[0] = f"{type(error).__name__}: {error}"
+            failure[0] = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
     for _ in tensors:  # all of them on other ranks; on rank 0 what a failure left over, so that no sender waits
         pass
     dist.broadcast_object_list(failure, src=0)
@@ -53,34 +49,43 @@ def save_hf_folder(
 
 
 def _write(tensors: Any, hf_config: Any, source: Path, out: Path, shard_bytes: int) -> None:
-    dtype = _stated_dtype(source)
+    dtype = stated_dtype(source)
     specs = hf_tensor_specs(hf_config, dtype or torch.float32)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        files = _plan(specs, shard_bytes)
-        for name, members in files.items():
-            batch: dict[str, torch.Tensor] = {}
+    with atomic_folder(out) as work:
+        files = plan_files(specs, shard_bytes)
+        for file, members in files.items():
+            writer: TensorFileWriter | None = None
             for spec in members:
-                hf_name, tensor = next(tensors)
-                assert hf_name == spec.name
-                batch[hf_name] = tensor.to("cpu", dtype or tensor.dtype).contiguous()
-            save_file(batch, work / name, metadata={"format": "pt"})
-        if len(files) > 1:
-            weight_map = {spec.name: name for name, members in files.items() for spec in members}
-            index = {"metadata": {"total_size": sum(spec.num_bytes for spec in specs)}, "weight_map": weight_map}
-            (work / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
-        for file in sorted(source.iterdir()):
-            if file.is_file() and file.suffix in _COPIED_SUFFIXES and not file.name.endswith(".index.json"):
-                shutil.copyfile(file, work / file.name)
-        work.chmod(0o755)
-        _replace(work, out)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
+                name, tensor = next(tensors)
+                assert name == spec.name
+                if dtype is None and writer is None:  # no dtype is stated: that of the parameters
+                    members = [TensorSpec(member.name, member.shape, tensor.dtype) for member in members]
+                writer = writer or TensorFileWriter(work / file, members)
+                writer.write(name, tensor.to("cpu", dtype or tensor.dtype))
+            assert writer is not None
+            writer.close()
+        write_index(work, files)
+        copy_other_files(source, work)
 
 
-def _plan(specs: Sequence[TensorSpec], shard_bytes: int) -> dict[str, list[TensorSpec]]:
+def write_index(folder: Path, files: dict[str, list[TensorSpec]]) -> None:
+    """Write the index of several weight files; nothing for a single one.
+
+    Raises:
+        ModelError: it could not be written.
+    """
+    if len(files) == 1:
+        return
+    total = sum(spec.num_bytes for members in files.values() for spec in members)
+    weight_map = {spec.name: name for name, members in files.items() for spec in members}
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+    try:
+        (folder / INDEX_NAME).write_text(text)
+    except OSError as error:
+        raise ModelError(f"{folder / INDEX_NAME} cannot be written: {error.strerror}") from error
+
+
+def plan_files(specs: Sequence[TensorSpec], shard_bytes: int) -> dict[str, list[TensorSpec]]:
     """File names and their tensors, in order; a tensor larger than ``shard_bytes`` has a file of its own."""
     shards: list[list[TensorSpec]] = [[]]
     room = shard_bytes
@@ -93,18 +98,3 @@ def _plan(specs: Sequence[TensorSpec], shard_bytes: int) -> dict[str, list[Tenso
     if len(shards) == 1:
         return {SINGLE_NAME: shards[0]}
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, start=1)}
-
-
-def _stated_dtype(folder: Path) -> torch.dtype | None:
-    config = json.loads((folder / "config.json").read_text())
-    name = config.get("dtype") or config.get("torch_dtype")
-    return getattr(torch, name) if name else None
-
-
-def _replace(work: Path, out: Path) -> None:
-    """Rename ``work`` to ``out``; what was there goes last, so that one of the two always exists."""
-    old = work.with_name(work.name + ".old")
-    if out.exists():
-        os.rename(out, old)
-    os.rename(work, out)
-    shutil.rmtree(old, ignore_errors=True)
