@@ -30,13 +30,19 @@ class Sample:
         return statistics.median(self.peak_bytes)
 
 
-def interleave(variants: Mapping[str, Callable[[], Any]], repetitions: int) -> dict[str, Sample]:
+def interleave(
+    variants: Mapping[str, Callable[[], Any]], repetitions: int, budget_s: float = float("inf")
+) -> dict[str, Sample]:
     """Run the variants in turn, ``repetitions`` rounds of them after one that warms up.
 
-    In turn, since other work on the machine then disturbs all of them alike; read medians.
+    In turn, since other work on the machine then disturbs all of them alike; read medians. No further round starts
+    once ``budget_s`` seconds are over, but there is always one.
     """
+    started = time.monotonic()
     samples = {name: Sample() for name in variants}
     for round_number in range(repetitions + 1):
+        if round_number > 1 and time.monotonic() - started > budget_s:
+            break
         for name, work in variants.items():
             seconds, peak = measure(work)
             if round_number:
