@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 
@@ -47,11 +48,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Ranks that fail must not wait for the others in atexit handlers of the process group.
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    if code:
-        import os
-
-        os._exit(code)
+    # Everything is saved and closed. Interpreter teardown takes seconds, and a rank that failed must not wait for the
+    # others in an exit handler of the process group.
+    os._exit(code)
