@@ -75,47 +75,50 @@ class Supervisor:
         rollout = self._config.rollout
         print(f"starting {rollout.engines} engine(s); logs in {self._logs}", flush=True)
         started = time.monotonic()
-        url = self._start_service()
-        if url is None:
-            return 0
-        print(f"engines ready after {time.monotonic() - started:.0f} s; starting the trainer", flush=True)
-        self._start_ranks(url)
-        return self._watch()
-
-    def _start_service(self) -> str | None:
-        """Start it and wait for its address; None when interrupted meanwhile."""
         url_file = self._output / "service.url"
         url_file.unlink(missing_ok=True)
         self._service = self._spawn(
             ["-m", "megatron_fr.rollout", "--config", str(self._config_file), "--url-file", str(url_file)],
             log="rollout.log",
         )
+        # Kept to the end: the ranks bind it only after their imports, while engines look for ports of their own.
+        with lease_free_port("127.0.0.1") as rendezvous:
+            # They import and build their model while the engines start, and wait for the address.
+            self._start_ranks(url_file, rendezvous.port)
+            if not self._wait_for_service(url_file):
+                return 0
+            print(f"engines ready after {time.monotonic() - started:.0f} s", flush=True)
+            return self._watch()
+
+    def _wait_for_service(self, url_file: Path) -> bool:
+        """Wait for its address; false when interrupted meanwhile."""
+        assert self._service is not None
         while not url_file.exists():
             if self._signals:
-                return None
+                return False
             if self._service.poll() is not None:
                 raise MegatronFRError(_reason(self._logs / "rollout.log", "the rollout service", self._service))
+            self._check_ranks()
             time.sleep(_POLL_S)
-        return url_file.read_text().strip()
+        return True
 
-    def _start_ranks(self, url: str) -> None:
+    def _start_ranks(self, url_file: Path, port: int) -> None:
         world = self._config.parallel.world_size
-        with lease_free_port("127.0.0.1") as lease:
-            for rank in range(world):
-                self._ranks.append(
-                    self._spawn(
-                        ["-m", "megatron_fr.trainer", "--config", str(self._config_file), "--service", url],
-                        log=None if rank == 0 else f"trainer-{rank}.log",
-                        stderr_log=f"trainer-{rank}.log",
-                        environment={
-                            "RANK": str(rank),
-                            "LOCAL_RANK": str(rank),
-                            "WORLD_SIZE": str(world),
-                            "MASTER_ADDR": "127.0.0.1",
-                            "MASTER_PORT": str(lease.port),
-                        },
-                    )
+        for rank in range(world):
+            self._ranks.append(
+                self._spawn(
+                    ["-m", "megatron_fr.trainer", "--config", str(self._config_file), "--service", str(url_file)],
+                    log=None if rank == 0 else f"trainer-{rank}.log",
+                    stderr_log=f"trainer-{rank}.log",
+                    environment={
+                        "RANK": str(rank),
+                        "LOCAL_RANK": str(rank),
+                        "WORLD_SIZE": str(world),
+                        "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": str(port),
+                    },
                 )
+            )
 
     def _watch(self) -> int:
         """Wait for the ranks; an interruption asks them to save and stop."""
@@ -136,10 +139,14 @@ class Supervisor:
                 time.sleep(1.0)
                 break
             time.sleep(_POLL_S)
+        self._check_ranks()
+        return 0
+
+    def _check_ranks(self) -> None:
+        """Raise with a failed rank's last words."""
         for number, rank in enumerate(self._ranks):
             if rank.poll():
                 raise MegatronFRError(_reason(self._logs / f"trainer-{number}.log", f"trainer rank {number}", rank))
-        return 0
 
     def _spawn(
         self,

@@ -8,18 +8,24 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_fr.config import load_config
 from megatron_fr.device import prepare_process, resolve_device
 from megatron_fr.errors import MegatronFRError
+
+if TYPE_CHECKING:
+    from megatron_fr.trainer.loop import StopRequest
 
 
 def main() -> int:
     """Run one rank; 0 when it trained to the end or stopped on request, 1 with one clear line otherwise."""
     parser = argparse.ArgumentParser(prog="python -m megatron_fr.trainer")
     parser.add_argument("--config", required=True)
-    parser.add_argument("--service", required=True, help="URL of the rollout service")
+    parser.add_argument("--service", required=True, help="URL of the rollout service, or a file that will hold it")
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     arguments = parser.parse_args()
     try:
@@ -32,7 +38,10 @@ def main() -> int:
 
         stop = StopRequest()
         info = initialize(config.parallel, device, config.seed, timeout_s=config.sync.timeout_s)
-        loop = TrainerLoop(config, device, info, arguments.service, stop)
+        service_url = _service_url(arguments.service, stop)
+        if service_url is None:
+            return 0
+        loop = TrainerLoop(config, device, info, service_url, stop)
         checkpoint = loop.run()
         loop.close()
         if info.rank == 0:
@@ -45,6 +54,17 @@ def main() -> int:
         traceback.print_exc()
         return 1
     return 0
+
+
+def _service_url(given: str, stop: StopRequest) -> str | None:
+    """The service's address, waited for where a file will hold it; None when asked to stop meanwhile."""
+    if "://" in given:
+        return given
+    while not Path(given).exists():
+        if stop:
+            return None
+        time.sleep(0.1)
+    return Path(given).read_text().strip()
 
 
 if __name__ == "__main__":
