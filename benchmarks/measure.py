@@ -54,6 +54,9 @@ def interleave(
 def measure(work: Callable[[], Any]) -> tuple[float, int]:
     """Seconds and peak bytes of one call.
 
+    With one thread on a CPU the seconds are the process's processor time, which on an idle machine is the wall time and
+    on a busy one leaves out what others took; otherwise they are wall time.
+
     On a CPU the peak is the kernel's own: the high-water mark of resident memory is reset before the call and read
     after it (all allocators and scratch inside kernels count; the resolution is a few hundred KiB). With a GPU it is
     torch's allocator's.
@@ -70,9 +73,10 @@ def measure(work: Callable[[], Any]) -> tuple[float, int]:
     ctypes.CDLL(None).malloc_trim(0)  # what free() kept would hide the next allocation
     Path("/proc/self/clear_refs").write_text("5")
     before = _status_bytes("VmRSS")
-    started = time.perf_counter()
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    started = clock()
     work()
-    seconds = time.perf_counter() - started
+    seconds = clock() - started
     return seconds, max(0, _status_bytes("VmHWM") - before)
 
 
