@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from megatron_fr.checkpoints import ROLLOUT_FILE, newest_usable
 from megatron_fr.config import RunConfig, save_config
 from megatron_fr.errors import MegatronFRError
 from megatron_fr.observe.metrics import METRICS_FILE
@@ -51,6 +52,7 @@ class Supervisor:
         self._signals = 0
         self._service: subprocess.Popen[bytes] | None = None
         self._ranks: list[subprocess.Popen[bytes]] = []
+        self._resume: Path | None = None
 
     @property
     def _config_file(self) -> Path:
@@ -73,12 +75,17 @@ class Supervisor:
 
     def _run(self) -> int:
         rollout = self._config.rollout
+        if self._config.checkpoint.resume == "auto":
+            self._resume = newest_usable(self._output)
+            if self._resume is not None:
+                print(f"going on from {self._resume}; checkpoint.resume=never starts anew", flush=True)
         print(f"starting {rollout.engines} engine(s); logs in {self._logs}", flush=True)
         started = time.monotonic()
         url_file = self._output / "service.url"
         url_file.unlink(missing_ok=True)
+        restore = ["--restore", str(self._resume / ROLLOUT_FILE)] if self._resume is not None else []
         self._service = self._spawn(
-            ["-m", "megatron_fr.rollout", "--config", str(self._config_file), "--url-file", str(url_file)],
+            ["-m", "megatron_fr.rollout", "--config", str(self._config_file), "--url-file", str(url_file), *restore],
             log="rollout.log",
         )
         # Kept to the end: the ranks bind it only after their imports, while engines look for ports of their own.
@@ -104,10 +111,19 @@ class Supervisor:
 
     def _start_ranks(self, url_file: Path, port: int) -> None:
         world = self._config.parallel.world_size
+        resume = ["--resume", str(self._resume)] if self._resume is not None else []
         for rank in range(world):
             self._ranks.append(
                 self._spawn(
-                    ["-m", "megatron_fr.trainer", "--config", str(self._config_file), "--service", str(url_file)],
+                    [
+                        "-m",
+                        "megatron_fr.trainer",
+                        "--config",
+                        str(self._config_file),
+                        "--service",
+                        str(url_file),
+                        *resume,
+                    ],
                     log=None if rank == 0 else f"trainer-{rank}.log",
                     stderr_log=f"trainer-{rank}.log",
                     environment={
@@ -132,7 +148,7 @@ class Supervisor:
             if deadline is not None and (time.monotonic() > deadline or self._signals > 1):
                 raise MegatronFRError(
                     f"the trainer did not stop within checkpoint.stop_grace_s={self._config.checkpoint.stop_grace_s:g} "
-                    "and was killed; its last checkpoint is in checkpoints/"
+                    "and was killed; the same command goes on from its last training checkpoint"
                 )
             if any(rank.poll() for rank in self._ranks):
                 # The others may wait for the failed one in a collective; give them a moment for their own words.

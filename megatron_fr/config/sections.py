@@ -232,9 +232,19 @@ class SyncConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Hugging Face folders written while training."""
+    """What is kept on disk: training checkpoints, to go on from, and Hugging Face folders, to use."""
 
-    every: int = Field(0, ge=0, description="updates between checkpoints; 0: only at the end and on interruption")
+    every: int = Field(
+        0, ge=0, description="updates between training checkpoints; 0: only at the end and on interruption"
+    )
+    hf_every: int = Field(
+        0, ge=0, description="updates between Hugging Face folders; 0: at the end and on interruption"
+    )
+    keep_last: int = Field(2, ge=1, description="training checkpoints that are kept, the newest ones")
+    keep_best: int = Field(0, ge=0, description="further ones that are kept, those with the highest eval/reward")
+    resume: Literal["auto", "never"] = Field(
+        "auto", description="auto: go on from the newest usable training checkpoint in output; never: start anew"
+    )
     stop_grace_s: float = Field(
         300, gt=0, description="after an interruption, what the trainer may take to finish its update and save"
     )

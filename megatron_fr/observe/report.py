@@ -19,6 +19,7 @@ _RESULTS = (
     ("tensorboard", "the same for TensorBoard"),
     ("config.yaml", "the configuration as resolved"),
     ("checkpoints", "models as Hugging Face folders"),
+    ("training_state", "training checkpoints; the same command goes on from the newest"),
     ("final", "the trained model, a Hugging Face folder"),
     ("logs", "output of engines and trainer ranks"),
     ("trajectories", "dumped trajectories"),

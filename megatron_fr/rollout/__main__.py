@@ -12,9 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_fr.checkpoints import ROLLOUT_FILE, newest_usable
 from megatron_fr.config import RunConfig, load_config
 from megatron_fr.errors import MegatronFRError
 from megatron_fr.rollout.service import RolloutService
+
+log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,19 +31,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=30.0,
         help="after a failure, answer 410 with the reason for this long before exiting",
     )
+    parser.add_argument(
+        "--restore",
+        metavar="FILE|auto",
+        help="go on from this rollout state of a checkpoint; auto: of the newest usable one in output, if any",
+    )
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         config = load_config(args.config, args.overrides)
-        return asyncio.run(serve(config, args.url_file, args.linger_s))
+        return asyncio.run(serve(config, args.url_file, args.linger_s, _restore(config, args.restore)))
     except MegatronFRError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 
 
-async def serve(config: RunConfig, url_file: Path | None, linger_s: float) -> int:
+def _restore(config: RunConfig, given: str | None) -> Path | None:
+    if given != "auto":
+        return Path(given) if given else None
+    folder = newest_usable(config.output, log.warning)
+    return folder / ROLLOUT_FILE if folder is not None else None
+
+
+async def serve(config: RunConfig, url_file: Path | None, linger_s: float, restore: Path | None = None) -> int:
     """Run the service until a signal or a failure; returns the exit status.
 
     Raises:
@@ -50,7 +65,7 @@ async def serve(config: RunConfig, url_file: Path | None, linger_s: float) -> in
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.set)
-    service = RolloutService(config)
+    service = RolloutService(config, restore=restore)
     stopping = asyncio.create_task(asked.wait())
     starting = asyncio.create_task(service.start())
     try:

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from megatron_fr.agents.contract import Outcome, Prompt
 from megatron_fr.config import RunConfig
-from megatron_fr.errors import ConfigError, EngineError, MegatronFRError, RolloutEnded, TrajectoryError
+from megatron_fr.errors import CheckpointError, ConfigError, EngineError, MegatronFRError, RolloutEnded, TrajectoryError
 from megatron_fr.evaluation.avg_at_k import evaluate
 from megatron_fr.rollout.episode import EpisodePlayer
 from megatron_fr.rollout.fleet import Fleet
@@ -25,6 +25,7 @@ from megatron_fr.rollout.queue import Batch, TrajectoryQueue
 from megatron_fr.rollout.runner import RunnerPool
 from megatron_fr.rollout.session import EngineSession
 from megatron_fr.rollout.staleness import AdmissionGate
+from megatron_fr.rollout.state import StatefulParts, encode_state
 from megatron_fr.trajectory import Trajectory, encode
 
 log = logging.getLogger(__name__)
@@ -47,14 +48,16 @@ class Parts:
     player: EpisodePlayer
     lag: LoopLag
     failure: asyncio.Future[MegatronFRError]
+    state: StatefulParts
+    training: bool
 
 
 class Endpoints:
     """One handler a call of the interface."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, version: int = 0) -> None:
         self._parts = parts
-        self._version = 0
+        self._version = version
         self._batches_at = time.monotonic()
         self._tokens_at_last_lease = 0
         self._leasing = asyncio.Lock()
@@ -66,6 +69,8 @@ class Endpoints:
         app.add_routes(
             [
                 web.get("/status", self._status),
+                web.post("/start", self._start),
+                web.get("/state", self._state),
                 web.post("/lease", self._lease),
                 web.get("/trajectories", self._trajectories),
                 web.post("/commit", self._commit),
@@ -82,6 +87,7 @@ class Endpoints:
                 "engines": self._parts.fleet.urls,
                 "queued": self._parts.queue.queued,
                 "in_flight": self._parts.pool.in_flight,
+                "consumed_batches": self._parts.gate.consumed_batches,
                 "started": self._parts.gate.started,
                 "finished": self._parts.pool.finished,
                 "failed": self._parts.gate.failed,
@@ -89,6 +95,25 @@ class Endpoints:
                 "tokens_generated": self._parts.fleet.tokens_generated,
             }
         )
+
+    async def _start(self, request: web.Request) -> web.Response:
+        """The engines hold the version that the trainer goes on from: rollouts of a restored run begin."""
+        body = await _body(request, version=int)
+        if body["version"] != self._version:
+            raise CheckpointError(
+                f"the trainer goes on from version {body['version']}, the rollout service from {self._version}; "
+                "give both the same checkpoint"
+            )
+        self._raise_failure()
+        self._parts.fleet.set_version(self._version)
+        if self._parts.training:
+            self._parts.pool.start()
+        return web.json_response({})
+
+    async def _state(self, _: web.Request) -> web.Response:
+        # Taken in one go between two events; packing hundreds of megabytes of routes must not hold up the others.
+        payload = await asyncio.to_thread(encode_state, self._parts.state.snapshot(self._version))
+        return web.Response(body=payload, content_type="application/octet-stream")
 
     async def _lease(self, request: web.Request) -> web.Response:
         body = await _body(request, version=int, wait_s=(int, float))

@@ -131,6 +131,26 @@ class TrajectoryQueue:
         leased = self._leased.batch_id if self._leased else "none"
         raise RolloutEnded(f"commit of {batch_id!r}, but the leased batch is {leased}; lease again")
 
+    def snapshot(self) -> tuple[list[Trajectory], list[Trajectory], int]:
+        """``(ready, partial, next_batch)``: complete units in order with a lease that is not committed at the head,
+        the members of incomplete groups, and the next batch's number."""
+        leased = self._leased.trajectories if self._leased else ()
+        ready = [*leased, *(t for unit in self._ready for t in unit)]
+        return ready, [t for members in self._partial.values() for t in members], self._next_batch
+
+    def restore(self, ready: Sequence[Trajectory], partial: Sequence[Trajectory], next_batch: int) -> None:
+        """Put a :meth:`snapshot` into a new queue.
+
+        Raises:
+            TrajectoryError: one of them does not fit the model.
+        """
+        for trajectory in (*ready, *partial):
+            trajectory.validate(self._limits)
+        self._ready.extend(self._units(ready))
+        for trajectory in partial:
+            self._partial.setdefault(trajectory.group_id, []).append(trajectory)
+        self._next_batch = next_batch
+
     def _units(self, trajectories: Sequence[Trajectory]) -> list[tuple[Trajectory, ...]]:
         n = self._group_size
         return [tuple(trajectories[i : i + n]) for i in range(0, len(trajectories), n)]

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_fr.agents.contract import Prompt
@@ -44,6 +44,16 @@ class _Member:
     attempt: int = 0
 
 
+@dataclass(frozen=True)
+class Unfinished:
+    """A rollout that the gate has let in and that has not ended; after a restart it runs again from its prompt."""
+
+    group_id: str
+    prompt: Prompt
+    index: int
+    attempt: int
+
+
 class RunnerPool:
     """Keeps up to ``runners`` trajectories going while the gate allows it.
 
@@ -74,6 +84,7 @@ class RunnerPool:
         self._group_size = group_size
         self._on_fatal = on_fatal
         self._admitted: deque[_Member] = deque()
+        self._playing: list[_Member] = []
         self._opened = asyncio.Event()
         self._arrived = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -84,7 +95,9 @@ class RunnerPool:
         self.refused = 0
 
     def start(self) -> None:
-        """Begin; needs a running event loop."""
+        """Begin; needs a running event loop. A second call does nothing."""
+        if self._tasks:
+            return
         self._tasks = [asyncio.create_task(self._work(), name=f"runner-{i}") for i in range(self._runners)]
 
     async def stop(self) -> None:
@@ -93,6 +106,22 @@ class RunnerPool:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
+
+    def snapshot(self) -> tuple[list[Unfinished], int, int]:
+        """``(unfinished, doomed, groups)``: rollouts to run again in order, how many others run for groups that were
+        given up (they will be dropped), and how many groups were opened."""
+        members = [*self._playing, *self._admitted]
+        alive = sorted((m for m in members if m.group.alive), key=lambda m: (m.group.id, m.index))
+        unfinished = [Unfinished(m.group.id, m.group.prompt, m.index, m.attempt) for m in alive]
+        return unfinished, len(members) - len(alive), self._groups
+
+    def restore(self, unfinished: Sequence[Unfinished], groups: int) -> None:
+        """Put a :meth:`snapshot` into a pool that was not started; the gate has counted these rollouts already."""
+        by_id: dict[str, _Group] = {}
+        for rollout in unfinished:
+            group = by_id.setdefault(rollout.group_id, _Group(rollout.group_id, rollout.prompt))
+            self._admitted.append(_Member(group, rollout.index, time.monotonic(), rollout.attempt))
+        self._groups = groups
 
     def wake(self) -> None:
         """The gate may have opened."""
@@ -140,12 +169,18 @@ class RunnerPool:
         if member.attempt:
             trajectory_id += f"-retry{member.attempt}"
         try:
-            trajectory = await self._player.play(
-                member.group.prompt,
-                trajectory_id=trajectory_id,
-                group_id=member.group.id,
-                queued_s=time.monotonic() - member.admitted,
-            )
+            # Nothing is awaited between the end of this and the queue or the next attempt, so that a snapshot finds
+            # every rollout in exactly one place.
+            self._playing.append(member)
+            try:
+                trajectory = await self._player.play(
+                    member.group.prompt,
+                    trajectory_id=trajectory_id,
+                    group_id=member.group.id,
+                    queued_s=time.monotonic() - member.admitted,
+                )
+            finally:
+                self._playing.remove(member)
             if not member.group.alive:
                 self._gate.drop()
                 self.wake()

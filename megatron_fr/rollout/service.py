@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -25,6 +26,7 @@ from megatron_fr.rollout.probe import probe_engine
 from megatron_fr.rollout.queue import TrajectoryQueue
 from megatron_fr.rollout.runner import RunnerPool
 from megatron_fr.rollout.staleness import AdmissionGate
+from megatron_fr.rollout.state import StatefulParts, describe_prompts, read_state
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +39,17 @@ class RolloutService:
 
     Args:
         training: start training rollouts at once; off for evaluation alone.
+        restore: state of an earlier run, from ``GET /state``; rollouts then wait for ``POST /start``, since the engines
+            hold other weights until the trainer's first push.
 
     Attributes:
         failure: done with the reason once the run cannot go on; from then on ``/lease`` answers 410.
     """
 
-    def __init__(self, config: RunConfig, *, training: bool = True) -> None:
+    def __init__(self, config: RunConfig, *, training: bool = True, restore: Path | None = None) -> None:
         self._config = config
         self._training = training
+        self._restore = restore
         self._background: list[asyncio.Task[Any]] = []
         self._exit = contextlib.AsyncExitStack()
         self._url: str | None = None
@@ -85,6 +90,7 @@ class RolloutService:
         prompts = load_prompts(config.data.train, config.data.train_split)
         held_out = load_prompts(config.data.eval, config.data.eval_split) if config.data.eval else []
         specs = setup.engine_specs(config, device, limits)
+        restored = read_state(self._restore) if self._restore is not None else None
 
         rewards = RewardRunner(config.reward)
         self._exit.push_async_callback(rewards.stop)
@@ -113,9 +119,10 @@ class RolloutService:
             on_drop=dropped,
         )
         player = EpisodePlayer(fleet, agent, rewards, limits, rollout, want_routes)
+        cursor = PromptCursor(prompts, config.seed, config.data.shuffle)
         pool = RunnerPool(
             player,
-            PromptCursor(prompts, config.seed, config.data.shuffle),
+            cursor,
             gate,
             queue,
             runners=rollout.runners,
@@ -123,6 +130,10 @@ class RolloutService:
             on_fatal=self._fail,
         )
         self._exit.push_async_callback(pool.stop)
+        source = describe_prompts(prompts, config.seed, config.data.shuffle)
+        state = StatefulParts(cursor, prompts, source, gate, queue, pool)
+        if restored is not None:
+            state.restore(restored)
         self._parts = Parts(
             config=config,
             tokenizer=tokenizer,
@@ -135,17 +146,19 @@ class RolloutService:
             player=player,
             lag=LoopLag(),
             failure=self.failure,
+            state=state,
+            training=self._training,
         )
-        await self._serve(self._parts)
+        await self._serve(self._parts, restored.counters.version if restored is not None else 0)
         self._exit.push_async_callback(self._end_background)
         self._in_background(self._parts.lag.run())
         self._in_background(self._watch(fleet))
-        if self._training:
+        if self._training and restored is None:
             pool.start()
 
-    async def _serve(self, parts: Parts) -> None:
+    async def _serve(self, parts: Parts, version: int) -> None:
         host = self._config.rollout.host
-        runner = web.AppRunner(Endpoints(parts).application(), shutdown_timeout=0.2, access_log=None)
+        runner = web.AppRunner(Endpoints(parts, version).application(), shutdown_timeout=0.2, access_log=None)
         await runner.setup()
         self._exit.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, host, 0).start()

@@ -63,7 +63,7 @@ class WeightPublisher:
         self._group: dist.ProcessGroup | None = None
         self._group_name = "megatron_fr_weights"
         self._http = httpx.Client(timeout=timeout_s, trust_env=False)
-        self._threads = ThreadPoolExecutor(max_workers=len(self._engines), thread_name_prefix="weight-sync")
+        self._threads = ThreadPoolExecutor(max_workers=max(1, len(self._engines)), thread_name_prefix="weight-sync")
 
     def connect(self) -> None:
         """Form the group; every engine is asked at once, since each waits for the others.

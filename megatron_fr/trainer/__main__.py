@@ -13,7 +13,8 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_fr.config import load_config
+from megatron_fr.checkpoints import newest_usable
+from megatron_fr.config import RunConfig, load_config
 from megatron_fr.device import prepare_process, resolve_device
 from megatron_fr.errors import MegatronFRError
 
@@ -26,6 +27,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m megatron_fr.trainer")
     parser.add_argument("--config", required=True)
     parser.add_argument("--service", required=True, help="URL of the rollout service, or a file that will hold it")
+    parser.add_argument(
+        "--resume",
+        metavar="DIR|auto",
+        help="go on from this training checkpoint; auto: from the newest usable one in output, if any",
+    )
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     arguments = parser.parse_args()
     try:
@@ -41,7 +47,7 @@ def main() -> int:
         service_url = _service_url(arguments.service, stop)
         if service_url is None:
             return 0
-        loop = TrainerLoop(config, device, info, service_url, stop)
+        loop = TrainerLoop(config, device, info, service_url, stop, _resume(config, arguments.resume))
         checkpoint = loop.run()
         loop.close()
         if info.rank == 0:
@@ -65,6 +71,15 @@ def _service_url(given: str, stop: StopRequest) -> str | None:
             return None
         time.sleep(0.1)
     return Path(given).read_text().strip()
+
+
+def _resume(config: RunConfig, given: str | None) -> Path | None:
+    """On every rank the same: rank 0 looks."""
+    from megatron_fr.trainer.feed import from_rank_zero
+
+    if given != "auto":
+        return Path(given) if given else None
+    return from_rank_zero(lambda: newest_usable(config.output))
 
 
 if __name__ == "__main__":

@@ -54,6 +54,18 @@ class RolloutClient:
         """Counters, version and the engines' addresses."""
         return self._call("GET", "/status").json()
 
+    def start(self, version: int) -> None:
+        """The engines hold ``version``: rollouts of a restored run may begin (others run already).
+
+        Raises:
+            RolloutEnded: the service was restored from another version.
+        """
+        self._call("POST", "/start", {"version": version})
+
+    def state(self, *, timeout_s: float = 600.0) -> bytes:
+        """The service's part of a checkpoint, to be given to ``python -m megatron_fr.rollout --restore``."""
+        return self._call("GET", "/state", timeout_s=timeout_s).content
+
     def lease(self, version: int, *, wait_s: float = 5.0) -> Lease | None:
         """The next batch, or None when none was complete within ``wait_s``.
 

@@ -1,4 +1,7 @@
-"""The trainer's main loop: lease, update, sync, commit, until all updates are done or someone asks it to stop."""
+"""The trainer's main loop: lease, update, sync, commit, until all updates are done or someone asks it to stop.
+
+With a checkpoint to go on from, it starts where that was saved; the first thing is then one forced push of its weights.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_fr.checkpoints import set_aside
 from megatron_fr.config import RunConfig
 from megatron_fr.device import Device
+from megatron_fr.errors import CheckpointError
 from megatron_fr.observe.metrics import MetricsWriter
 from megatron_fr.observe.progress import Progress
+from megatron_fr.trainer.checkpoint import TrainingCheckpoints
 from megatron_fr.trainer.client import RolloutClient
 from megatron_fr.trainer.distributed import RankInfo
 from megatron_fr.trainer.feed import Batch, BatchFeed, Shutdown, from_rank_zero
@@ -44,12 +50,21 @@ class TrainerLoop:
 
     Args:
         service_url: of the rollout service.
+        resume: the checkpoint to go on from; the service was restored from the same one.
 
     Raises:
-        MegatronFRError: the model cannot be built, or the engines cannot be reached.
+        MegatronFRError: the model cannot be built, the checkpoint does not fit, or the engines cannot be reached.
     """
 
-    def __init__(self, config: RunConfig, device: Device, info: RankInfo, service_url: str, stop: StopRequest) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        device: Device,
+        info: RankInfo,
+        service_url: str,
+        stop: StopRequest,
+        resume: Path | None = None,
+    ) -> None:
         self._config = config
         self._stop = stop
         self._policy: Policy = build_policy(config, device)
@@ -69,12 +84,21 @@ class TrainerLoop:
         self._first_rank = dist.get_rank() == 0
         self._update = 0
         self._version = 0
+        self._score: float | None = None
+        self._checkpoints = TrainingCheckpoints(config, self._policy, self._client.state)
+        if resume is not None:
+            self._go_on_from(resume)
+        elif (old := from_rank_zero(lambda: set_aside(config.output))) is not None and self._first_rank:
+            print(f"starting anew; training checkpoints of an earlier run were renamed to {old}", flush=True)
 
     def run(self) -> Path:
         """Train to the end, or until asked to stop.
 
         Returns:
-            the folder of the last checkpoint.
+            the Hugging Face folder of the last weights.
+
+        Raises:
+            CheckpointError: a checkpoint could not be written.
         """
         config = self._config
         writer = MetricsWriter(config.output) if self._first_rank else None
@@ -87,20 +111,29 @@ class TrainerLoop:
         try:
             # A forced first push: from here on engines and trainer agree, whatever the engines loaded.
             first = self._sync.push(self._version)
-            record({"update": 0, "version": 0, **_sync_row(first), **self._evaluate("start")})
+            from_rank_zero(lambda: self._client.start(self._version))
+            if self._update == 0:
+                record({"update": 0, "version": 0, **_sync_row(first), **self._evaluate("start")})
             while self._update < config.train.num_updates:
                 record(self._one_update())
-                if config.checkpoint.every and self._update % config.checkpoint.every == 0:
-                    self.save()
+                self._checkpoints.poll()
+                if self._due(config.checkpoint.every):
+                    self._checkpoints.begin(update=self._update, version=self._version, score=self._score)
+                if self._due(config.checkpoint.hf_every):
+                    self.save_hf()
         except Shutdown:
             if self._first_rank:
                 print(f"asked to stop after update {self._update}: saving a checkpoint", flush=True)
         finally:
             if writer is not None:
                 writer.close()
-        return self.save()
+        # The Hugging Face folder is written while the checkpoint's files are on their way to the disk.
+        self._checkpoints.begin(update=self._update, version=self._version, score=self._score)
+        folder = self.save_hf()
+        self._checkpoints.finish()
+        return folder
 
-    def save(self) -> Path:
+    def save_hf(self) -> Path:
         """Write the current weights as a Hugging Face folder, unless this update's is there already."""
         folder = self._config.output / "checkpoints" / f"update-{self._update:06d}"
         if not from_rank_zero(folder.exists):
@@ -111,6 +144,21 @@ class TrainerLoop:
         """Leave the update group and drop the connections."""
         self._sync.close()
         self._client.close()
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self._update % every == 0
+
+    def _go_on_from(self, folder: Path) -> None:
+        record = self._checkpoints.load(folder)
+        self._update, self._version, self._score = record.update, record.version, record.score
+        status = from_rank_zero(self._client.status)
+        if (status["version"], status["consumed_batches"]) != (self._version, self._update):
+            raise CheckpointError(
+                f"checkpoint {folder} is of update {self._update}, version {self._version}; the rollout service stands "
+                f"at update {status['consumed_batches']}, version {status['version']}: restore it from the same one"
+            )
+        if self._first_rank:
+            print(f"going on after update {self._update} from {folder}", flush=True)
 
     def _one_update(self) -> dict[str, float]:
         started = time.monotonic()
@@ -161,6 +209,7 @@ class TrainerLoop:
         metrics = from_rank_zero(lambda: self._wait_for_evaluation(name))
         if metrics is None:
             raise Shutdown
+        self._score = metrics.get("reward", self._score)
         return {f"eval/{key}": value for key, value in metrics.items()}
 
     def _wait_for_evaluation(self, name: str) -> dict[str, float] | None:

@@ -1,0 +1,147 @@
+"""Training checkpoints of one run: when one is complete, how long it is kept, and going on from it.
+
+A checkpoint is written beside the training: :meth:`TrainingCheckpoints.begin` takes the snapshot, and
+:meth:`TrainingCheckpoints.poll`, called between updates, gives the folder its final name once every rank has written.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_fr import checkpoints
+from megatron_fr.bridge.dims import Dims
+from megatron_fr.checkpoints import RunRecord
+from megatron_fr.config import RunConfig
+from megatron_fr.errors import CheckpointError
+from megatron_fr.trainer import checkpoint_io
+from megatron_fr.trainer.feed import from_rank_zero
+from megatron_fr.trainer.policy import Policy
+
+
+class TrainingCheckpoints:
+    """One per rank; every method is a collective.
+
+    Args:
+        rollout_state: asked on rank 0 for the rollout service's part, between a commit and the next lease.
+    """
+
+    def __init__(self, config: RunConfig, policy: Policy, rollout_state: Callable[[], bytes]) -> None:
+        self._config = config
+        self._policy = policy
+        self._rollout_state = rollout_state
+        self._writer = checkpoint_io.BackgroundWriter()
+        self._fixed = _fixed(config, policy)
+        self._work: Path | None = None
+        self._record: RunRecord | None = None
+        self._saved_update = -1
+
+    def load(self, folder: Path) -> RunRecord:
+        """Bring model, optimizer, schedule and random states to where ``folder`` was saved, in whatever layout.
+
+        Raises:
+            CheckpointError: it is damaged, or of a run with another model or batch size.
+        """
+        record = from_rank_zero(lambda: self._usable(folder))
+        checkpoint_io.read(folder, self._policy, dict(record.trainer))
+        self._saved_update = record.update
+        return record
+
+    def begin(self, *, update: int, version: int, score: float | None) -> None:
+        """Snapshot and start writing; waits for the one before. Does nothing where this update is saved already.
+
+        Raises:
+            CheckpointError: the folder cannot be written, or the one before could not. Earlier ones stay as they are.
+        """
+        self.finish()
+        if update == self._saved_update:
+            return
+        self._work = from_rank_zero(lambda: self._prepare(update))
+        trainer = self._writer.begin(self._work, self._policy)
+        self._record = RunRecord(update, version, score, self._fixed, trainer)
+        self._saved_update = update
+
+    def poll(self) -> None:
+        """Complete the checkpoint that is being written, if all ranks are through with it.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._work is not None:
+            self._complete(wait=False)
+
+    def finish(self) -> Path | None:
+        """Wait for the checkpoint that is being written; the newest complete folder of this process, if any.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._work is not None:
+            self._complete(wait=True)
+        return checkpoints.folder_of(self._config.output, self._saved_update) if self._saved_update >= 0 else None
+
+    def _complete(self, *, wait: bool) -> None:
+        work = self._work
+        assert work is not None
+        try:
+            if not self._writer.finished(wait=wait):
+                return
+        except CheckpointError as error:
+            self._work = None
+            if dist.get_rank() == 0:
+                shutil.rmtree(work, ignore_errors=True)
+            raise _unwritable(work, str(error)) from error
+        self._work = None
+        from_rank_zero(lambda: self._name(work))
+
+    def _prepare(self, update: int) -> Path:
+        work = checkpoints.folder_of(self._config.output, update)
+        try:
+            work = checkpoints.work_folder(self._config.output, update)
+            (work / checkpoints.ROLLOUT_FILE).write_bytes(self._rollout_state())
+        except OSError as error:
+            shutil.rmtree(work.with_suffix(".tmp"), ignore_errors=True)
+            raise _unwritable(work, str(error.strerror)) from error
+        return work
+
+    def _name(self, work: Path) -> None:
+        assert self._record is not None
+        keep = self._config.checkpoint
+        try:
+            self._record.write(work)
+            checkpoints.complete(work)
+            checkpoints.retain(self._config.output, last=keep.keep_last, best=keep.keep_best)
+        except OSError as error:
+            shutil.rmtree(work, ignore_errors=True)
+            raise _unwritable(work, str(error.strerror)) from error
+
+    def _usable(self, folder: Path) -> RunRecord:
+        if (reason := checkpoints.problem(folder)) is not None:
+            raise CheckpointError(f"checkpoint {folder} is damaged: {reason}; go on from another one")
+        record = checkpoints.read_record(folder)
+        checkpoints.check_fixed(folder, record.fixed, self._fixed)
+        return record
+
+
+def _fixed(config: RunConfig, policy: Policy) -> dict[str, Any]:
+    """What must not change: the tensors' shapes and meaning, and what the counters count."""
+    dims = {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(Dims.from_hf(policy.hf_config)).items()}
+    return {
+        "model": {"architecture": policy.hf_config.architectures[0], **dims},
+        "model.dtype": config.model.dtype,
+        "algorithm.name": config.algorithm.name,
+        "algorithm.group_size": config.algorithm.group_size,
+        "train.batch_size": config.train.batch_size,
+    }
+
+
+def _unwritable(work: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {work.with_suffix('')} could not be written ({reason}); free space or set output to another "
+        "folder. Earlier checkpoints are untouched: the same command goes on from the newest one"
+    )

@@ -1,0 +1,138 @@
+"""Kill -9 of the trainer, then the same command: it goes on as if nothing had happened. Engines are left out here."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+sys.path.insert(0, str(Path(__file__).parent))
+from recorded import VOCAB, Server
+
+from megatron_fr.checkpoints import ROLLOUT_FILE, all_checkpoints, newest_usable
+from megatron_fr.config import RunConfig, load_config
+from megatron_fr.observe.metrics import read_metrics
+from megatron_fr.rollout.state import read_state
+from megatron_fr.tiny import make_untrained
+
+pytestmark = pytest.mark.slow
+
+#: Metrics that follow from the prompts used, the weights, Adam's moments and the schedule; not from the clock.
+SAME = ("train/loss", "train/grad_norm", "train/lr", "policy/kl_mean", "policy/entropy", "reward/mean", "lag/mean")
+
+
+class Run:
+    """One output folder, and the trainer as a process of its own."""
+
+    def __init__(self, folder: Path, model: Path, **checkpoint: Any) -> None:
+        self.output = folder / "run"
+        values = {
+            "device": "cpu",
+            "output": str(self.output),
+            "model": {"path": str(model), "dtype": "float32"},
+            "optimizer": {"lr": 1e-3, "warmup_fraction": 0.3},
+            "algorithm": {"delta": 0.5},
+            "train": {"num_updates": 6, "batch_size": 4, "micro_batch_size": 2, "routing_replay": "off"},
+            "rollout": {"runners": 6, "max_context": 64, "max_new_tokens": 32, "max_policy_lag": 2},
+            "reward": {"function": "unused:unused"},
+            "data": {"train": "unused.jsonl"},
+            "sync": {"probe_tokens": 0, "timeout_s": 60},
+            "checkpoint": {"every": 2, "keep_last": 3, **checkpoint},
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file = folder / "run.yaml"
+        self.file.write_text(yaml.safe_dump(values))
+        self.config: RunConfig = load_config(self.file)
+
+    def train(self, kill_when: Callable[[str, str, int], bool] | None = None, *overrides: str) -> tuple[int, str]:
+        """Run the trainer to its end; ``kill_when`` sees every request to the service and may end it with SIGKILL."""
+        trainer: list[subprocess.Popen[str]] = []
+
+        def watch(method: str, path: str, committed: int) -> None:
+            if kill_when is not None and kill_when(method, path, committed):
+                os.kill(trainer[0].pid, signal.SIGKILL)
+
+        folder = newest_usable(self.output)
+        restored = read_state(folder / ROLLOUT_FILE) if folder is not None else None
+        with Server(self.config, restored, watch) as server:
+            command = [sys.executable, "-m", "megatron_fr.trainer", "--config", str(self.file), "--service", server.url]
+            process = subprocess.Popen(
+                [*command, "--resume", "auto", *overrides],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+            trainer.append(process)
+            try:
+                text, _ = process.communicate(timeout=200)
+            finally:
+                process.kill()
+        return process.returncode, text
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The deterministic metrics, one row an update."""
+        return [{name: row.get(name) for name in ("update", "version", *SAME)} for row in read_metrics(self.metrics)]
+
+    @property
+    def metrics(self) -> Path:
+        return self.output / "metrics.jsonl"
+
+    def weights(self) -> bytes:
+        return (self.output / "checkpoints" / "update-000006" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_untrained(tmp_path_factory.mktemp("model") / "m", family="qwen3_moe", vocab_size=VOCAB)
+
+
+def test_metrics_and_weights_after_kills_equal_those_of_an_uninterrupted_run(tmp_path: Path, model: Path) -> None:
+    whole = Run(tmp_path / "whole", model)
+    code, text = whole.train()
+    assert code == 0, text
+    assert [p.name for p in all_checkpoints(whole.output)] == ["update-000006", "update-000004", "update-000002"]
+    rows = whole.rows()
+    assert [row["update"] for row in rows] == list(range(7))
+    assert any(row["train/grad_norm"] for row in rows)
+
+    killed = Run(tmp_path / "killed", model)
+    # Between the step and its commit: the batch is leased, the weights are changed, nothing says so.
+    code, text = killed.train(lambda method, path, committed: path == "/commit" and committed == 4)
+    assert code == -signal.SIGKILL, text
+    saved = all_checkpoints(killed.output)
+    assert saved, text
+    # While waiting for the next batch, after a resume. The newest checkpoint is then damaged as a crash of the machine
+    # would: its data are cut off.
+    code, text = killed.train(lambda method, path, committed: path == "/lease" and committed == 5)
+    assert code == -signal.SIGKILL, text
+    assert f"going on after update {int(saved[0].name[-6:])} from {saved[0]}" in text
+    newest = all_checkpoints(killed.output)[0]
+    data = max(newest.glob("*.distcp"), key=lambda p: p.stat().st_size)
+    os.truncate(data, data.stat().st_size - 100)
+    code, text = killed.train()
+    assert code == 0, text
+    assert f"skipped checkpoint {newest}: {data.name} has " in text
+    assert killed.rows() == rows
+    assert killed.weights() == whole.weights()
+
+    # The same command once more: nothing is left to do, and nothing is done.
+    before = killed.metrics.read_bytes()
+    code, text = killed.train()
+    assert code == 0, text
+    assert "going on after update 6" in text
+    assert killed.metrics.read_bytes() == before
+
+    code, text = killed.train(None, "train.batch_size=8")
+    assert code == 1
+    (error,) = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert "is of another run (train.batch_size: 4 then, 8 now)" in error
+    assert json.loads((all_checkpoints(killed.output)[0] / "run.json").read_text())["update"] == 6
