@@ -1,0 +1,163 @@
+"""A Megatron torch_dist checkpoint of any layout as a Hugging Face folder, without building the model."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_fr.bridge.atomic import atomic_folder
+from megatron_fr.bridge.checkpoint_files import CheckpointFiles, find_checkpoint
+from megatron_fr.bridge.checkpoint_keys import Location, candidates
+from megatron_fr.bridge.dims import Dims
+from megatron_fr.bridge.export import hf_tensor_specs
+from megatron_fr.bridge.folder import WeightFiles, copy_other_files, read_hf_config, resolve_folder, stated_dtype
+from megatron_fr.bridge.registry import Entry, entries
+from megatron_fr.bridge.save import plan_files, write_index
+from megatron_fr.bridge.tensor_file import TensorFileWriter, TensorSpec
+from megatron_fr.bridge.to_megatron import HF_FILES
+from megatron_fr.errors import ModelError
+
+Progress = Callable[[str, int], None]
+
+
+def convert_megatron_to_hf(
+    checkpoint_dir: str | Path,
+    out_dir: str | Path,
+    *,
+    hf_dir: str | Path | None = None,
+    processes: int = 1,
+    verify: bool = False,
+    shard_bytes: int = 5 * 10**9,
+    progress: Progress | None = None,
+) -> Path:
+    """Write the weights of a checkpoint, and the other files of the model it came from, as ``out_dir``.
+
+    A training checkpoint's optimizer state is left out. One parameter is in memory at a time, in each process.
+
+    Args:
+        hf_dir: folder or hub name with configuration and tokenizer; None: the ``hf`` folder in or above the checkpoint.
+        processes: that many write files side by side (never more than there are files).
+        verify: read ``out_dir`` again, shard it, and compare every bit with the checkpoint, before it gets its name.
+        shard_bytes: largest file.
+        progress: called with a name and the bytes that were written.
+
+    Raises:
+        ModelError: names the file and the tensor; ``out_dir`` is as it was.
+    """
+    checkpoint = find_checkpoint(checkpoint_dir)
+    source = _hf_files(checkpoint, hf_dir)
+    hf_config = read_hf_config(source)
+    files = CheckpointFiles(checkpoint)
+    _locate_all(files, hf_config)
+    dtype = stated_dtype(source) or files.tensors["embedding.word_embeddings.weight"].properties.dtype
+    plan = plan_files(hf_tensor_specs(hf_config, dtype), shard_bytes)
+    files.close()
+    with atomic_folder(out_dir) as work:
+        jobs = [(checkpoint, source, work / name, members) for name, members in plan.items()]
+        if processes <= 1 or len(jobs) == 1:
+            for job in jobs:
+                write_file(*job, progress)
+        else:
+            context = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(min(processes, len(jobs)), mp_context=context) as pool:
+                running = {pool.submit(write_file, *job): job for job in jobs}
+                for future in as_completed(running):
+                    future.result()
+                    if progress is not None:
+                        _, _, path, members = running[future]
+                        progress(path.name, sum(spec.num_bytes for spec in members))
+        write_index(work, plan)
+        copy_other_files(source, work)
+        if verify:
+            compare(checkpoint, work)
+    return Path(out_dir)
+
+
+def write_file(
+    checkpoint: Path, source: Path, path: Path, members: list[TensorSpec], progress: Progress | None = None
+) -> None:
+    """Write one safetensors file; ``members`` are consecutive tensors of the model.
+
+    Raises:
+        ModelError: names the file and the tensor.
+    """
+    hf_config = read_hf_config(source)
+    files, wanted = CheckpointFiles(checkpoint), {spec.name: spec for spec in members}
+    writer = TensorFileWriter(path, members)
+    dims = Dims.from_hf(hf_config)
+    for entry in entries(hf_config):
+        if wanted.keys().isdisjoint(entry.hf):
+            continue
+        whole = read_whole(files, entry, dims)
+        for name, value in zip(entry.hf, entry.rule.gather([whole], dims), strict=True):
+            if name in wanted:
+                writer.write(name, value.to(wanted[name].dtype))
+                if progress is not None:
+                    progress(name, wanted[name].num_bytes)
+    writer.close()
+    files.close()
+
+
+def read_whole(files: CheckpointFiles, entry: Entry, dims: Dims) -> torch.Tensor:
+    """The parameter that an entry stands for, as TP size 1 has it, its vocabulary not padded."""
+    meta = [torch.empty(shape, device="meta") for shape in entry.rule.hf_shapes(dims)]
+    place = _locate(files, entry)
+    return files.read(place.key, place.lead, entry.rule.shard(meta, dims, 0, 1).shape)
+
+
+def compare(checkpoint: str | Path, hf_folder: str | Path) -> int:
+    """Shard a Hugging Face folder and compare it, bit for bit, with a checkpoint cast to the folder's dtype.
+
+    Returns:
+        how many parameters were compared: all.
+
+    Raises:
+        ModelError: names the first tensor that differs.
+    """
+    hf_config = read_hf_config(hf_folder)
+    dims, files = Dims.from_hf(hf_config), CheckpointFiles(find_checkpoint(checkpoint))
+    written = WeightFiles(Path(hf_folder))
+    count = 0
+    for entry in entries(hf_config):
+        stored = read_whole(files, entry, dims)
+        found = entry.rule.shard([written.slice(name) for name in entry.hf], dims, 0, 1)
+        same = stored.to(found.dtype).contiguous()
+        if same.shape != found.shape or not torch.equal(same.view(torch.uint8), found.contiguous().view(torch.uint8)):
+            raise ModelError(f"{written.file(entry.hf[0])}: tensor {entry.hf[0]!r} is not what the checkpoint holds")
+        count += 1
+    written.close()
+    files.close()
+    return count
+
+
+def _locate_all(files: CheckpointFiles, hf_config: Any) -> None:
+    """Check before anything is written that every parameter is there, and that no weight is left over."""
+    used = {_locate(files, entry).key for entry in entries(hf_config)}
+    weights = {key for key in files.tensors if key.startswith(("decoder.", "embedding.", "output_layer."))}
+    tied_copy = {"output_layer.weight"} if getattr(hf_config, "tie_word_embeddings", False) else set()
+    if left_over := sorted(weights - used - tied_copy):
+        raise ModelError(
+            f"{files.folder}: nothing uses tensor {left_over[0]!r} ({len(left_over)} such tensors); "
+            "the checkpoint is of another model than config.json describes"
+        )
+
+
+def _locate(files: CheckpointFiles, entry: Entry) -> Location:
+    for place in candidates(entry):
+        if place.key in files.tensors:
+            return place
+    raise ModelError(f"{files.folder}: the checkpoint has no tensor for {entry.param!r}; is it of another model?")
+
+
+def _hf_files(checkpoint: Path, hf_dir: str | Path | None) -> Path:
+    if hf_dir is not None:
+        return resolve_folder(hf_dir)
+    for folder in (checkpoint / HF_FILES, checkpoint, checkpoint.parent / HF_FILES, checkpoint.parent):
+        if (folder / "config.json").is_file():
+            return folder
+    raise ModelError(f"{checkpoint} has no {HF_FILES}/config.json; give the model's Hugging Face folder (--hf-dir)")
