@@ -1,4 +1,4 @@
-"""The command line: ``megatron-fr train | eval | report | doctor``."""
+"""The command line: ``megatron-fr train | eval | plan | report | doctor``."""
 
 from __future__ import annotations
 
@@ -22,6 +22,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=purpose, description=purpose)
         command.add_argument("--config", required=True, help="YAML file of the run")
         command.add_argument("overrides", nargs="*", help="section.field=value")
+    plan = commands.add_parser("plan", help="memory of each GPU in each layout")
+    plan.add_argument("--config", required=True, help="YAML file of the run")
+    plan.add_argument(
+        "--gpus", type=int, help="of the trainer: list every legal layout (default: the file's own layout)"
+    )
+    plan.add_argument("--gpu-memory", type=float, default=80, help="of one GPU, 10^9 bytes (default: 80)")
+    plan.add_argument("overrides", nargs="*", help="section.field=value")
     report = commands.add_parser("report", help="summarise a run and redraw its picture")
     report.add_argument("run_dir", help="the run's output folder")
     commands.add_parser("doctor", help="check this machine and environment")
@@ -47,6 +54,11 @@ def _run(arguments: argparse.Namespace) -> int:
     from megatron_fr.config import load_config
 
     config = load_config(arguments.config, arguments.overrides)
+    if arguments.command == "plan":
+        from megatron_fr.plan import render
+
+        print(render(config, arguments.gpus, arguments.gpu_memory))
+        return 0
     if arguments.command == "eval":
         from megatron_fr.evaluation.run import evaluate_model
 

@@ -1,0 +1,183 @@
+"""What a model needs on each GPU in each layout: ``megatron-fr plan``. Needs no GPU, and reads no weights.
+
+Parameters are counted exactly, from the bridge's tables. Gradients are float32 buffers of the same size. AdamW keeps
+two float32 moments, and beside bfloat16 weights a float32 copy, sharded over data-parallel ranks by the distributed
+optimizer. Activations are an estimate: the tensors that a layer's backward needs with flash attention, for the
+micro-batches that a pipeline's first stage has in flight; logits as if kept whole for one micro-batch. A rank fits when
+nine tenths of its memory hold the sum, which leaves room for communication buffers and fragmentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_fr.bridge.dims import Dims
+from megatron_fr.bridge.export import hf_tensor_specs
+from megatron_fr.bridge.folder import read_hf_config
+from megatron_fr.bridge.registry import Entry, entries, is_tied
+from megatron_fr.config import RunConfig
+from megatron_fr.config.sections import ParallelConfig
+from megatron_fr.errors import ConfigError
+
+USABLE = 0.9
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Of the most loaded rank; parameters as counts, everything else in bytes."""
+
+    parallel: ParallelConfig
+    dense_parameters: int
+    expert_parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+
+
+def count_parameters(hf_config: Any, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
+    """Parameters of a rank of pipeline stage ``stage``: ``(all but experts, experts)``, vocabulary padding included."""
+    dims = Dims.from_hf(hf_config)
+    dense = experts = 0
+    sizes: dict[tuple[int, bool], int] = {}
+    last = parallel.pipeline - 1
+    for entry in entries(hf_config):
+        if not _on_stage(entry, dims, parallel.pipeline, stage):
+            # The last of several stages has its own copy of an embedding that is the head too.
+            copied = is_tied(hf_config) and stage == last and entry.param.startswith("embedding.")
+            if not copied:
+                continue
+        key = (id(entry.rule), entry.expert is not None)
+        if key not in sizes:
+            size = parallel.expert_tensor if entry.rule.per_expert else parallel.tensor
+            meta = [torch.empty(shape, device="meta") for shape in entry.rule.hf_shapes(dims)]
+            sizes[key] = entry.rule.shard(meta, dims, 0, size).numel()
+        if entry.expert is None:
+            dense += sizes[key]
+        elif entry.expert < dims.experts // parallel.expert:
+            experts += sizes[key]
+    return dense, experts
+
+
+def _on_stage(entry: Entry, dims: Dims, pipeline: int, stage: int) -> bool:
+    if entry.layer is not None:
+        return entry.layer * pipeline // dims.layers == stage
+    return stage == (0 if entry.param.startswith("embedding.") else pipeline - 1)
+
+
+def rank_memory(hf_config: Any, config: RunConfig, parallel: ParallelConfig) -> RankMemory:
+    """The memory of the most loaded rank in one layout."""
+    width = _DTYPE_BYTES[config.model.dtype]
+    state = 12 if config.model.dtype == "bfloat16" else 8
+    shard = parallel.data * parallel.context if parallel.distributed_optimizer else 1
+    expert_data = parallel.world_size // (parallel.expert * parallel.expert_tensor * parallel.pipeline)
+    expert_shard = expert_data if parallel.distributed_optimizer else 1
+    stages = []
+    for stage in range(parallel.pipeline):
+        dense, experts = count_parameters(hf_config, parallel, stage)
+        activations, logits = _activations(hf_config, config, parallel, stage)
+        stages.append(
+            RankMemory(
+                parallel=parallel,
+                dense_parameters=dense,
+                expert_parameters=experts,
+                weights=(dense + experts) * width,
+                gradients=(dense + experts) * 4,
+                optimizer=-(-dense // shard) * state + -(-experts // expert_shard) * state,
+                activations=activations,
+                logits=logits,
+            )
+        )
+    return max(stages, key=lambda memory: memory.total)
+
+
+def _activations(hf_config: Any, config: RunConfig, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
+    dims, width = Dims.from_hf(hf_config), _DTYPE_BYTES[config.model.dtype]
+    tokens = config.train.micro_batch_size * config.rollout.max_context // parallel.context
+    sequence = parallel.tensor if dims.experts or parallel.sequence_parallel else 1
+    each = dims.layers // parallel.pipeline
+    layers = range(stage * each, (stage + 1) * each)
+    moe = sum(layer in dims.moe_layers for layer in layers)
+    attention = (dims.q_size * 2 + dims.kv_size * 2) / parallel.tensor + 4 * dims.hidden / sequence
+    dense = attention + 3 * dims.ffn / parallel.tensor
+    # Every token goes to top_k experts: its copy, gate, up and their product, and the expert's output.
+    routed = attention + dims.top_k * (2 * dims.hidden + 3 * dims.moe_ffn / parallel.expert_tensor) / sequence
+    whole = (each - moe) * dense + moe * routed
+    if config.train.recompute == "full":
+        whole = each * dims.hidden / sequence + max(dense if moe < each else 0, routed if moe else 0)
+    in_flight = parallel.pipeline - stage
+    logits = tokens * dims.padded_vocab(parallel.tensor) // parallel.tensor * width
+    return int(whole * tokens * width) * in_flight, logits if stage == parallel.pipeline - 1 else 0
+
+
+def legal_layouts(hf_config: Any, world_size: int) -> Iterator[ParallelConfig]:
+    """Every TP, EP, PP and CP that divides the model and the ranks."""
+    dims = Dims.from_hf(hf_config)
+    powers = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    for tensor in powers:
+        if dims.kv_heads % tensor or dims.heads % tensor or (len(dims.moe_layers) < dims.layers and dims.ffn % tensor):
+            continue
+        for pipeline in powers:
+            for context in powers:
+                if dims.layers % pipeline or world_size % (tensor * pipeline * context):
+                    continue
+                for expert in powers if dims.experts else [1]:
+                    if dims.experts % expert == 0 and world_size % (expert * pipeline) == 0:
+                        yield ParallelConfig(
+                            world_size=world_size, tensor=tensor, pipeline=pipeline, context=context, expert=expert
+                        )
+
+
+def render(config: RunConfig, gpus: int | None, gpu_memory_gb: float) -> str:
+    """The table of ``megatron-fr plan``.
+
+    Args:
+        gpus: of the trainer, for which every legal layout is listed; None: the configuration's own layout only.
+        gpu_memory_gb: of one GPU, 10^9 bytes.
+
+    Raises:
+        ConfigError: there is no legal layout.
+        ModelError: the model folder cannot be read.
+    """
+    hf_config = read_hf_config(config.model.path)
+    dims, width = Dims.from_hf(hf_config), _DTYPE_BYTES[config.model.dtype]
+    layouts = [config.parallel] if gpus is None else list(legal_layouts(hf_config, gpus))
+    if not layouts:
+        raise ConfigError(f"--gpus {gpus}: no TP, EP, PP and CP divide both the model and the GPUs")
+    specs = hf_tensor_specs(hf_config, torch.bfloat16 if width == 2 else torch.float32)
+    sync = sum(spec.num_bytes for spec in specs)
+    token = 2 * dims.layers * dims.kv_size * width // min(config.rollout.engine_tensor, dims.kv_heads)
+    contexts = -(-config.rollout.runners // config.rollout.engines) * config.rollout.max_context
+    engine = sync / config.rollout.engine_tensor + token * contexts
+    usable = gpu_memory_gb * USABLE * 1e9
+    lines = [
+        f"{hf_config.architectures[0]}: {sync // width:,} parameters, {config.model.dtype}",
+        f"weight sync: {sync / 1e9:.2f} GB an update to each engine",
+        f"engine GPU: weights {sync / config.rollout.engine_tensor / 1e9:.2f} GB, KV cache {token:,} bytes a token, "
+        f"{token * contexts / 1e9:.2f} GB for all runners at full length: "
+        + ("fits" if engine <= usable else "does not fit at once; runners will wait for room"),
+        "trainer GPU, GB:",
+        "  TP  EP  PP  CP  DP  parameters   weights  gradients  optimizer  activations  logits   total  fits",
+    ]
+    found = sorted((rank_memory(hf_config, config, layout) for layout in layouts), key=lambda memory: memory.total)
+    for memory in found:
+        p = memory.parallel
+        parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.logits, memory.total)
+        gb = [f"{part / 1e9:.2f}" for part in parts]
+        lines.append(
+            f"{p.tensor:4}{p.expert:4}{p.pipeline:4}{p.context:4}{p.data:4}"
+            f"{memory.dense_parameters + memory.expert_parameters:12,}{gb[0]:>10}{gb[1]:>11}{gb[2]:>11}{gb[3]:>13}"
+            f"{gb[4]:>8}{gb[5]:>8}  {'yes' if memory.total <= usable else 'no'}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,192 @@
+"""Conversions without a model, against Megatron's own checkpoints of live models in several layouts."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parallel_launch import run_ranks
+from safetensors.torch import load_file
+
+from megatron_fr.bridge.inspect import inspect_folder
+from megatron_fr.bridge.to_hf import compare, convert_megatron_to_hf
+from megatron_fr.bridge.to_megatron import convert_hf_to_megatron
+from megatron_fr.config import RunConfig
+from megatron_fr.errors import ConfigError, ModelError
+from megatron_fr.tiny import make_untrained
+
+#: (model, layout that the converter stores for, layout that loads it and saves it again)
+CASES: list[tuple[str, dict[str, int], dict[str, int]]] = [
+    ("moe", {"tensor": 2, "expert": 4}, {"expert": 2}),
+    ("moe", {}, {"tensor": 2, "expert_tensor": 2}),
+    ("qwen2_tied", {"tensor": 2}, {"pipeline": 2}),
+    ("qwen3", {"pipeline": 2}, {"tensor": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {  # 515 rows: a padding row at TP 2
+        "moe": make_untrained(root / "moe", vocab_size=515),
+        "qwen2_tied": make_untrained(root / "qwen2_tied", family="qwen2", tie=True, vocab_size=515),
+        "qwen3": make_untrained(root / "qwen3", family="qwen3", vocab_size=515),
+    }
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def assert_equal_folders(first: Path, second: Path) -> None:
+    one, two = tensors(first), tensors(second)
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, two[name]), name
+
+
+def load_and_save_again(jobs: list[tuple[Path, Path, dict[str, int], Path, Path]]) -> list[list[str]]:
+    """Load each converted checkpoint; return names of parameters that differ from the folder; save in Megatron's way
+    twice: one name a layer, and Megatron's default of stacked layers."""
+    from megatron_fr.device import resolve_device
+    from megatron_fr.trainer import distributed
+
+    answers = []
+    for folder, converted, layout, named, stacked in jobs:
+        config = RunConfig.model_validate(
+            {
+                "model": {"path": str(folder), "dtype": "float32"},
+                "parallel": {"world_size": 2, **layout},
+                "train": {"num_updates": 1, "batch_size": 2},
+                "reward": {"function": "unused:unused"},
+                "data": {"train": "unused.jsonl"},
+            }
+        )
+        device = resolve_device("cpu")
+        distributed.initialize(config.parallel, device, seed=1, timeout_s=60)
+        from megatron.core import dist_checkpointing, parallel_state
+
+        from megatron_fr.bridge import iter_hf_tensors, read_hf_config
+        from megatron_fr.trainer.model import build_model
+        from megatron_fr.trainer.weights_checkpoint import load_weights, save_weights
+
+        hf_config = read_hf_config(folder)
+        chunks = build_model(hf_config, config, device)
+        load_weights(chunks, converted)
+        wanted = tensors(folder)
+        wrong = [
+            name
+            for name, tensor in iter_hf_tensors(chunks, hf_config)
+            if tensor is not None and not torch.equal(tensor, wanted[name])
+        ]
+        answers.append(wrong)
+        if torch.distributed.get_rank() == 0:
+            named.mkdir()
+            stacked.mkdir()
+        torch.distributed.barrier()
+        save_weights(chunks, named)
+        dist_checkpointing.save({"model": chunks[0].sharded_state_dict()}, str(stacked))
+        parallel_state.destroy_model_parallel()
+    return answers
+
+
+@pytest.mark.slow
+def test_a_conversion_loads_at_another_layout_and_what_megatron_saves_there_converts_back_bit_exactly(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    jobs = []
+    for i, (name, stored, layout) in enumerate(CASES):
+        converted = convert_hf_to_megatron(models[name], tmp_path / f"converted{i}", **stored)
+        jobs.append((models[name], converted, layout, tmp_path / f"named{i}", tmp_path / f"stacked{i}"))
+    for rank in run_ranks(load_and_save_again, 2, jobs=jobs):
+        assert rank == [[] for _ in CASES]
+    for i, (folder, converted, _, named, stacked) in enumerate(jobs):
+        for j, checkpoint in enumerate((converted, named, stacked)):
+            hf_dir = None if checkpoint == converted else folder
+            out = convert_megatron_to_hf(checkpoint, tmp_path / f"hf{i}-{j}", hf_dir=hf_dir, verify=True)
+            assert_equal_folders(folder, out)
+            assert "Megatron torch_dist" in inspect_folder(checkpoint)
+            assert "complete" in inspect_folder(out)
+
+
+def test_several_processes_write_several_files_with_index_and_tokenizer(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    source = models["qwen3"]
+    checkpoint = convert_hf_to_megatron(source, tmp_path / "checkpoint", tensor=2)
+    seen: list[str] = []
+    out = convert_megatron_to_hf(
+        checkpoint, tmp_path / "out", processes=2, shard_bytes=600_000, progress=lambda name, size: seen.append(name)
+    )
+    assert len(seen) == len(list(out.glob("*.safetensors"))) > 1
+    assert_equal_folders(source, out)
+    assert {file.name for file in source.iterdir()} - {"model.safetensors"} <= {file.name for file in out.iterdir()}
+
+
+def test_verification_finds_a_single_changed_bit(models: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint = convert_hf_to_megatron(models["moe"], tmp_path / "checkpoint")
+    out = convert_megatron_to_hf(checkpoint, tmp_path / "out")
+    assert compare(checkpoint, out) > 0
+    weights = out / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1000] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(ModelError, match=r"model\.safetensors: tensor '.*' is not what the checkpoint holds"):
+        compare(checkpoint, out)
+
+
+def with_file_limit(limit: int, function: Callable[[], Any]) -> None:
+    """Call with files limited to so many bytes, which fails a write as a full disk does."""
+    import signal
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        function()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_disk_that_takes_no_more_names_file_and_tensor_and_leaves_the_target_as_it_was(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = convert_hf_to_megatron(models["moe"], tmp_path / "checkpoint")
+    for name in ("hf", "megatron"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "kept").write_text("as it was")
+    with pytest.raises(ModelError, match=r"model\.safetensors: tensor 'model\..*' cannot be written"):
+        with_file_limit(500_000, lambda: convert_megatron_to_hf(checkpoint, tmp_path / "hf"))
+    with pytest.raises(ModelError, match=r"tensor 'model\..*' cannot be written"):
+        with_file_limit(500_000, lambda: convert_hf_to_megatron(models["moe"], tmp_path / "megatron"))
+    for name in ("hf", "megatron"):
+        assert [file.name for file in (tmp_path / name).iterdir()] == ["kept"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["checkpoint", "hf", "megatron"]
+
+
+def test_damaged_checkpoints_and_layouts_that_do_not_divide_are_refused(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"--ep 3 does not divide the model's experts \(8\)"):
+        convert_hf_to_megatron(models["moe"], tmp_path / "no", expert=3)
+    with pytest.raises(ModelError, match="holds no Megatron checkpoint"):
+        convert_megatron_to_hf(models["moe"], tmp_path / "no")
+    checkpoint = convert_hf_to_megatron(models["moe"], tmp_path / "checkpoint")
+    with pytest.raises(ModelError, match=r"tensor|no tensor"):
+        convert_megatron_to_hf(checkpoint, tmp_path / "no", hf_dir=models["qwen3"])
+    data = checkpoint / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-100_000])
+    with pytest.raises(ModelError, match=r"__0_0\.distcp is cut off: tensor '"):
+        convert_megatron_to_hf(checkpoint, tmp_path / "no")
+    data.unlink()
+    with pytest.raises(ModelError, match=r"__0_0\.distcp is missing"):
+        convert_megatron_to_hf(checkpoint, tmp_path / "no")
+    assert not (tmp_path / "no").exists()
