@@ -161,6 +161,20 @@ def _in_child(parent: int, write: Callable[..., None], *args: Any, **kwargs: Any
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+    writer: Any = filesystem_async.FileSystemWriterAsync
+    write_file = writer.write_preloaded_data
+
+    def write_or_raise(*given: Any, **named: Any) -> Any:
+        """Megatron turns the error that this returns into one about its type; raised, it keeps its words."""
+        result = write_file(*given, **named)
+        if result is not None and isinstance(result[1], Exception):
+            error: BaseException | None = result[1]
+            while error is not None and not isinstance(error, OSError):  # torch.save fails again on closing its archive
+                error = error.__cause__ or error.__context__
+            raise error or result[1]
+        return result
+
+    writer.write_preloaded_data = staticmethod(write_or_raise)  # in this child only
     write(*args, **kwargs)
 
 
