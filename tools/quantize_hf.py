@@ -1,0 +1,38 @@
+#!/usr/bin/env python3
+"""Quantise a Hugging Face folder to FP8 with ModelOpt; print its log-probability error against bfloat16."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("hf_dir", help="Hugging Face folder or hub name")
+    parser.add_argument("out_dir", type=Path, help="folder to write")
+    parser.add_argument("--calibration", required=True, help="trajectories (npz), or JSONL with 'tokens' or 'prompt'")
+    parser.add_argument("--limit", type=int, default=64, help="sequences used (default: 64)")
+    arguments = parser.parse_args()
+
+    from megatron_fr.errors import MegatronFRError
+    from megatron_fr.quantize import quantize_hf, read_calibration
+
+    try:
+        sequences = read_calibration(arguments.calibration, arguments.hf_dir, limit=arguments.limit)
+        error = quantize_hf(arguments.hf_dir, arguments.out_dir, sequences)
+    except MegatronFRError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 1
+    print(
+        f"{arguments.out_dir}: |log-probability - bfloat16's| mean {error['mean']:.4f}, max {error['max']:.4f} nats "
+        f"over {error['tokens']:.0f} tokens"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
