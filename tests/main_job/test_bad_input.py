@@ -1,0 +1,58 @@
+"""What a user gets wrong is answered with one clear error, before anything slow starts."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from runs import arguments, finish, recipe
+
+
+def error_of(command: list[str], log: Path) -> str:
+    status, text = finish(command, log)
+    assert status == 1, text
+    assert "Traceback" not in text
+    assert text.count("error: ") == 1, text
+    return text[text.index("error: ") :]
+
+
+def test_a_typo_names_the_field_and_the_nearest_one(policy: Path, tmp_path: Path) -> None:
+    message = error_of(arguments(policy, tmp_path / "run", "train.bach_size=8"), tmp_path / "log")
+    assert "train.bach_size=8" in message
+    assert "'batch_size'" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_model_folder_is_named(policy: Path, tmp_path: Path) -> None:
+    command = arguments(policy, tmp_path / "run", f"model.path={tmp_path / 'nowhere'}")
+    message = error_of(command, tmp_path / "log")
+    assert "model.path" in message
+    assert "nowhere" in message
+
+
+def test_a_port_in_use_is_named(policy: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        message = error_of(arguments(policy, tmp_path / "run", f"rollout.engine_port={port}"), tmp_path / "log")
+    assert "rollout.engine_port" in message
+    assert str(port) in message
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_at_start_shows_its_last_words(policy: Path, tmp_path: Path) -> None:
+    command = arguments(policy, tmp_path / "run", "rollout.engine_args={no-such-option: 1}")
+    message = error_of(command, tmp_path / "log")
+    assert "engine" in message
+    assert "no-such-option" in message
+
+
+def test_a_reward_function_that_cannot_be_imported_is_named(policy: Path, tmp_path: Path) -> None:
+    message = error_of(arguments(policy, tmp_path / "run", "reward.function=nowhere:reward"), tmp_path / "log")
+    assert "reward.function='nowhere:reward'" in message
+
+
+def test_the_embedded_recipe_is_short_and_says_what_it_is() -> None:
+    assert {"model", "algorithm", "train", "rollout", "agent", "reward", "data"} <= recipe().keys()

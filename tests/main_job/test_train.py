@@ -1,0 +1,104 @@
+"""The main job as a user starts it: real engines, real Megatron-Core ranks, one command."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import alive, arguments, finish, interrupt, running, tree, wait_for
+
+REWARD = "reward.function=varied_reward:by_length"
+
+
+@pytest.fixture(autouse=True)
+def _rewards_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def rows(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def command(policy: Path, output: Path, *overrides: str) -> list[str]:
+    """With this folder importable in the reward's process, as a user's own module would be."""
+    head = ["/usr/bin/env", f"PYTHONPATH={Path(__file__).parent}:{Path(__file__).resolve().parents[2]}"]
+    return head + arguments(policy, output, REWARD, "data.eval=null", *overrides)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("tp2", ["parallel.world_size=2", "parallel.tensor=2"]),
+        ("ep2", ["parallel.world_size=2", "parallel.expert=2"]),
+        ("grpo", ["algorithm=grpo", "algorithm.group_size=4"]),
+    ],
+)
+def test_a_run_trains_syncs_and_leaves_what_it_promises(
+    policy: Path, tmp_path: Path, name: str, overrides: list[str]
+) -> None:
+    output = tmp_path / name
+    status, text = finish(command(policy, output, "train.num_updates=3", *overrides), tmp_path / "log")
+    assert status == 0, text
+    found = rows(output)
+    assert [row["update"] for row in found] == [0, 1, 2, 3]
+    trained = [row for row in found if row.get("train/stepped")]
+    assert trained, text
+    assert found[-1]["version"] == len(trained)
+    for row in trained:
+        # Engine and trainer agree about fresh tokens right after every sync, and about the routes they replay.
+        assert row["sync/probe_logprob_diff"] < 1e-3
+        assert row["policy/route_agreement"] > 0.9
+        assert row["sync/bytes"] > 1e6
+        assert 0 <= row["lag/max"] <= (0 if name == "grpo" else 4)
+    for promised in ("metrics.jsonl", "tensorboard", "run.png", "config.yaml", "logs"):
+        assert (output / promised).exists(), promised
+    folder = Path(text.split("model: ")[-1].split("\n")[0]) if "model: " in text else newest_model(output)
+    assert_loads_and_has_moved(folder, policy)
+
+
+def newest_model(output: Path) -> Path:
+    """The last Hugging Face folder of a run."""
+    return max((p.parent for p in output.glob("**/model*.safetensors")), key=lambda p: p.stat().st_mtime)
+
+
+def assert_loads_and_has_moved(folder: Path, source: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    trained, start = (AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32) for p in (folder, source))
+    before = dict(start.named_parameters())
+    moved = [name for name, value in trained.named_parameters() if not torch.equal(value, before[name])]
+    assert any("gate" in name for name in moved)  # routers learn under replay
+    assert len(moved) > len(before) / 2
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(source).chat_template
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_every_process_within_ten_seconds_and_leaves_a_model(policy: Path, tmp_path: Path) -> None:
+    output, log = tmp_path / "run", tmp_path / "log"
+    with running(command(policy, output, "train.num_updates=1000"), log) as process:
+        wait_for("update    2/1000", log, process)
+        family = tree(process.pid)
+        assert len(family) > 4  # service, engine, its scheduler, trainer
+        started = time.monotonic()
+        interrupt(process)
+        assert process.wait(20) == 130, log.read_text()
+        took = time.monotonic() - started
+        assert alive(family) == []
+    assert took < 10, f"took {took:.1f} s"
+    assert_loads_and_has_moved(newest_model(output), policy)
+
+
+@pytest.mark.slow
+def test_a_reward_function_that_raises_ends_the_run_with_its_name_and_its_error(policy: Path, tmp_path: Path) -> None:
+    broken = command(policy, tmp_path / "run", "reward.function=varied_reward:broken", "train.num_updates=3")
+    status, text = finish(broken, tmp_path / "log")
+    assert status == 1
+    assert "reward.function='varied_reward:broken'" in text
+    assert "KeyError" in text
+    assert "Traceback" not in text
