@@ -1,0 +1,71 @@
+"""The whole command with real engines: its trainer is killed with SIGKILL, and the same command goes on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from megatron_fr.agents.arithmetic import questions
+from megatron_fr.checkpoints import all_checkpoints
+from megatron_fr.observe.metrics import read_metrics
+from megatron_fr.tiny import make_untrained
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_killed_trainer_goes_on_with_the_same_command_and_the_engines_get_its_weights(tmp_path: Path) -> None:
+    model, output = make_untrained(tmp_path / "model"), tmp_path / "run"
+    lines = [json.dumps(q.record()) for q in itertools.islice(questions(0, held_out=False), 200)]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "run.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "device": "cpu",
+                "output": str(output),
+                "model": {"path": str(model), "dtype": "float32"},
+                "algorithm": {"advantage": "none"},
+                "optimizer": {"lr": 1e-3},
+                "train": {"num_updates": 6, "batch_size": 8, "skip_without_signal": False},
+                "rollout": {"runners": 8, "max_context": 384, "max_new_tokens": 32, "max_policy_lag": 2},
+                "agent": {"kind": "python_tool", "max_turns": 2, "tool": {"require_network_isolation": False}},
+                "reward": {"function": "megatron_fr.agents.arithmetic:exact_answer"},
+                "data": {"train": str(tmp_path / "train.jsonl")},
+                "sync": {"probe_tokens": 8, "max_probe_difference": 0.01},
+                "checkpoint": {"every": 1},
+            }
+        )
+    )
+    command = [sys.executable, "-m", "megatron_fr.cli", "train", "--config", str(tmp_path / "run.yaml")]
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        first = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        try:
+            deadline = time.monotonic() + 150
+            while len(all_checkpoints(output)) < 2:
+                assert time.monotonic() < deadline, log.read_text()[-3000:]
+                assert first.poll() is None, log.read_text()[-3000:]
+                time.sleep(0.02)
+            (trainer,) = [
+                p for p in psutil.Process(first.pid).children() if "megatron_fr.trainer" in " ".join(p.cmdline())
+            ]
+            trainer.send_signal(signal.SIGKILL)
+            assert first.wait(60) == 1
+        finally:
+            first.kill()
+    assert "ended with signal SIGKILL" in log.read_text()
+    second = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert second.returncode == 0, second.stdout[-3000:] + second.stderr[-3000:]
+    assert "going on after update" in second.stdout
+    rows = read_metrics(output / "metrics.jsonl")
+    assert [row["update"] for row in rows] == list(range(7))
+    assert (output / "checkpoints" / "update-000006" / "model.safetensors").exists()
