@@ -31,6 +31,7 @@ class ParallelConfig(Section):
     expert: int = Field(1, ge=1, description="EP size")
     expert_tensor: int = Field(1, ge=1, description="TP size inside an expert")
     pipeline: int = Field(1, ge=1, description="PP size")
+    virtual_pipeline: int = Field(1, ge=1, description="model chunks a pipeline rank; above 1 the schedule interleaves")
     context: int = Field(1, ge=1, description="CP size")
     sequence_parallel: bool | None = Field(None, description="None: on when TP > 1 and the model has experts")
     distributed_optimizer: bool = Field(True, description="shard optimizer state over DP ranks")
@@ -42,6 +43,11 @@ class ParallelConfig(Section):
             raise ValueError(
                 f"parallel.world_size={self.world_size} is not a multiple of tensor x pipeline x context = {dense}; "
                 "change one of them"
+            )
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"parallel.virtual_pipeline={self.virtual_pipeline} with parallel.pipeline=1: there is no pipeline to "
+                "interleave; set it to 1, or raise parallel.pipeline"
             )
         moe = self.expert * self.expert_tensor * self.pipeline
         if self.world_size % moe:
@@ -128,9 +134,16 @@ class TrainConfig(Section):
 
     num_updates: int = Field(ge=1, description="batches to consume")
     batch_size: int = Field(128, ge=1, description="B: trajectories an update, over all DP ranks")
-    micro_batch_size: int = Field(8, ge=1, description="trajectories a forward")
-    routing_replay: Literal["off", "rollout"] = Field("rollout", description="rollout: replay the engine's routes (R3)")
-    recompute: Literal["off", "full"] = Field("off", description="activation recomputation")
+    micro_batch_size: int = Field(8, ge=1, description="trajectories a forward, padded to one length")
+    max_tokens_per_micro_batch: int | None = Field(
+        None, ge=1, description="pack a forward up to so many tokens without padding, in place of micro_batch_size"
+    )
+    routing_replay: Literal["off", "rollout", "record"] = Field(
+        "rollout", description="rollout: replay the engine's routes (R3); record: the trainer's own, in recomputation"
+    )
+    recompute: Literal["off", "selective", "full"] = Field(
+        "off", description="activation recomputation; selective: of the attention's core only"
+    )
     logprob_mode: Literal["keep", "recompute"] = Field(
         "keep", description="logits kept once for backward, or made again: less memory for one more product of the head"
     )

@@ -34,7 +34,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class _TorchOnCpu:
-    """The torch module whose tensor factories read the literal ``device="cuda"`` as the CPU."""
+    """The torch module whose tensor factories read the literal ``device="cuda"`` as the CPU, and pin no memory."""
 
     def __init__(self) -> None:
         for name in ("zeros", "ones", "empty", "tensor", "full"):
@@ -48,6 +48,7 @@ def _on_cpu(factory: Any) -> Any:
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return make
@@ -107,6 +108,7 @@ _OPTIMIZER = "megatron.core.optimizer"
 
 
 def _patch_megatron() -> None:
+    import megatron.core.models.common.embeddings.rope_utils
     import megatron.core.optimizer
     import megatron.core.optimizer.clip_grads
     import megatron.core.optimizer.optimizer
@@ -123,8 +125,9 @@ def _patch_megatron() -> None:
 
     mcore_random._set_cuda_rng_state = set_rng_state
 
-    on_cpu: Any = _TorchOnCpu()  # literal device="cuda" in the schedules, the optimizers and the causal mask
+    on_cpu: Any = _TorchOnCpu()  # literal device="cuda" or pinned memory in these modules
     for module in (
+        megatron.core.models.common.embeddings.rope_utils,
         megatron.core.pipeline_parallel.schedules,
         megatron.core.optimizer.clip_grads,
         megatron.core.optimizer.optimizer,

@@ -13,16 +13,10 @@ from megatron.core import parallel_state
 
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import MegatronFRError
-from megatron_fr.trainer.batch import (
-    MicroBatch,
-    RouteShape,
-    SequenceSlice,
-    assign_to_ranks,
-    build_micro_batch,
-    split_micro_batches,
-)
+from megatron_fr.trainer.batch import BatchLayout, MicroBatch, RouteShape, build_micro_batch
 from megatron_fr.trainer.client import Lease, RolloutClient
 from megatron_fr.trainer.objective import BatchConstants, Objective
+from megatron_fr.trainer.packing import assign_to_ranks, plan_micro_batches
 from megatron_fr.trainer.policy import Policy
 from megatron_fr.trajectory import Trajectory
 
@@ -48,10 +42,11 @@ class BatchFeed:
 
     Args:
         client: of the rollout service.
-        micro_batch_size: trajectories a forward.
+        micro_batch_size: trajectories a forward, where ``max_tokens`` is None.
+        max_tokens: tokens a forward, or None.
+        micro_batch_multiple: what their number must be a multiple of.
         route_shape: of the routes to replay, None without replay.
-        pad_multiple: of the sequence length.
-        sequence_slice: this rank's sequence-parallel part.
+        layout: how this rank sees a micro-batch.
     """
 
     def __init__(
@@ -60,20 +55,20 @@ class BatchFeed:
         objective: Objective,
         *,
         micro_batch_size: int,
+        max_tokens: int | None,
+        micro_batch_multiple: int,
         route_shape: RouteShape | None,
-        pad_multiple: int,
-        sequence_slice: SequenceSlice,
+        layout: BatchLayout,
         device: torch.device,
     ) -> None:
         self._client = client
         self._objective = objective
-        self._micro_batch_size = micro_batch_size
-        self._build: dict[str, Any] = {
-            "route_shape": route_shape,
-            "pad_multiple": pad_multiple,
-            "sequence_slice": sequence_slice,
-            "device": device,
+        self._plan: dict[str, Any] = {
+            "micro_batch_size": micro_batch_size,
+            "max_tokens": max_tokens,
+            "multiple_of": micro_batch_multiple,
         }
+        self._build: dict[str, Any] = {"route_shape": route_shape, "layout": layout, "device": device}
 
     @classmethod
     def of(cls, config: RunConfig, policy: Policy, client: RolloutClient, device: torch.device) -> BatchFeed:
@@ -82,9 +77,10 @@ class BatchFeed:
             client,
             policy.objective,
             micro_batch_size=config.train.micro_batch_size,
+            max_tokens=config.train.max_tokens_per_micro_batch,
+            micro_batch_multiple=config.parallel.pipeline if config.parallel.virtual_pipeline > 1 else 1,
             route_shape=policy.route_shape,
-            pad_multiple=policy.pad_multiple,
-            sequence_slice=policy.sequence_slice,
+            layout=policy.layout,
             device=device,
         )
 
@@ -108,10 +104,10 @@ class BatchFeed:
         ranks = parallel_state.get_data_parallel_world_size()
         shares = assign_to_ranks([i.num_tokens for i in items], ranks)
         advantages, signal = self._objective.advantages([i.reward for i in items], [i.group_id for i in items])
-        mine = shares[parallel_state.get_data_parallel_rank()]
+        rank = parallel_state.get_data_parallel_rank()
+        mine = shares[rank]
         trajectories = self._fetch([items[i].id for i in mine])
-        count = -(-max(len(share) for share in shares) // self._micro_batch_size)
-        parts = split_micro_batches([items[i].num_tokens for i in mine], count)
+        parts = plan_micro_batches([[items[i].num_tokens for i in share] for share in shares], rank, **self._plan)
         micro_batches = [
             build_micro_batch([trajectories[k] for k in part], [advantages[mine[k]] for k in part], **self._build)
             for part in parts
@@ -126,8 +122,12 @@ class BatchFeed:
         )
 
     def probe_batch(self, trajectory: Trajectory) -> list[MicroBatch]:
-        """A single trajectory as the micro-batch of a forward without training, the same on every DP rank."""
-        return [build_micro_batch([trajectory], [0.0], **self._build)]
+        """A single trajectory as the micro-batches of a forward without training, the same on every DP rank.
+
+        More than one only where an interleaved pipeline needs it; the others hold no action token.
+        """
+        empty = [build_micro_batch([], [], **self._build) for _ in range(self._plan["multiple_of"] - 1)]
+        return [build_micro_batch([trajectory], [0.0], **self._build), *empty]
 
     def _lease(self, version: int, should_stop: Callable[[], bool]) -> Lease | None:
         while not should_stop():

@@ -69,15 +69,7 @@ class TrainerLoop:
         self._stop = stop
         self._policy: Policy = build_policy(config, device)
         self._client = RolloutClient(service_url)
-        self._feed = BatchFeed(
-            self._client,
-            self._policy.objective,
-            micro_batch_size=config.train.micro_batch_size,
-            route_shape=self._policy.route_shape,
-            pad_multiple=self._policy.pad_multiple,
-            sequence_slice=self._policy.sequence_slice,
-            device=device.torch_device,
-        )
+        self._feed = BatchFeed.of(config, self._policy, self._client, device.torch_device)
         # Engines on other machines need an address that they can reach; on one machine the loopback is enough.
         host = config.rollout.host if info.master_addr in ("127.0.0.1", "localhost") else socket.gethostname()
         self._sync = WeightSync(config, device, self._policy, self._feed, self._client, host)

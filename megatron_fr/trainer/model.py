@@ -55,7 +55,7 @@ def build_transformer_config(
     *,
     dtype: torch.dtype,
     transformer_impl: str = "local",
-    recompute: bool = False,
+    recompute: str = "off",
     routing_replay: bool = False,
 ) -> Any:
     """Megatron-Core's ``TransformerConfig`` for a Hugging Face model.
@@ -63,7 +63,7 @@ def build_transformer_config(
     Args:
         dtype: of parameters and activations.
         transformer_impl: ``te`` or ``local``, see :meth:`megatron_fr.device.Device.transformer_impl`.
-        recompute: recompute every layer's activations in the backward pass.
+        recompute: ``train.recompute``, what is made again in the backward pass.
         routing_replay: build routers that can replay experts.
 
     Raises:
@@ -74,7 +74,7 @@ def build_transformer_config(
 
     family, dims = family_of(hf_config), Dims.from_hf(hf_config)
     _check_model(hf_config)
-    _check_split(dims, parallel, transformer_impl)
+    _check_split(dims, parallel)
     moe: dict[str, Any] = {}
     if family.moe:
         moe = {
@@ -110,12 +110,16 @@ def build_transformer_config(
         attention_softmax_in_fp32=True,
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
         sequence_parallel=uses_sequence_parallel(hf_config, parallel),
         moe_token_dispatcher_type="alltoall",  # the only one that takes variable lengths, also for dense models
         variable_seq_lengths=True,  # micro-batches are as long as their longest trajectory
+        # Between two ranks, messages of both directions in one call would be mistaken for each other.
+        overlap_p2p_comm=parallel.virtual_pipeline > 1,
+        batch_p2p_comm=parallel.virtual_pipeline == 1,
         deallocate_pipeline_outputs=device.kind == "cuda",
         calculate_per_token_loss=False,
         gradient_accumulation_fusion=False,  # needs kernels of Apex that a plain install lacks
@@ -128,9 +132,10 @@ def build_transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         perform_initialization=False,  # every parameter is loaded, and the loader checks that
-        recompute_granularity="full" if recompute else None,
-        recompute_method="uniform" if recompute else None,
-        recompute_num_layers=1 if recompute else None,
+        recompute_granularity=None if recompute == "off" else recompute,
+        recompute_method="uniform" if recompute == "full" else None,
+        recompute_num_layers=1 if recompute == "full" else None,
+        recompute_modules=["core_attn"],  # of "selective"
         **moe,
     )
 
@@ -141,16 +146,16 @@ def build_model(
     """This rank's part of the model, on its device, weights not set: call :func:`load_hf_weights` next.
 
     The forward takes ``input_ids`` and ``position_ids`` int64 ``[batch, sequence]`` and ``attention_mask`` None
-    (causal; right-padded batches need no mask), and gives vocabulary-parallel logits
-    ``[batch, sequence, padded_vocab / TP]`` on the last pipeline stage. The vocabulary is padded to a multiple of TP:
-    columns of ids from ``vocab_size`` on are garbage and must take no part in a softmax. Under sequence parallelism
-    the sequence length must be a multiple of the TP size.
+    (causal; right-padded batches need no mask, packed ones need ``packed_seq_params``), and gives vocabulary-parallel
+    logits ``[batch, sequence, padded_vocab / TP]`` on the last pipeline stage. The vocabulary is padded to a multiple
+    of TP: columns of ids from ``vocab_size`` on are garbage and must take no part in a softmax. Under sequence
+    parallelism the sequence length must be a multiple of the TP size.
 
     Args:
         routing_replay: None: as ``train.routing_replay`` says, for models with experts.
 
     Returns:
-        One chunk; a list, as Megatron-Core's schedules and wrappers take one.
+        One chunk a virtual pipeline stage, as Megatron-Core's schedules and wrappers take them.
 
     Raises:
         ModelError, ConfigError: see :func:`build_transformer_config`.
@@ -161,37 +166,46 @@ def build_model(
     implementation = device.transformer_impl(run_config.model.transformer_impl)
     dims = Dims.from_hf(hf_config)
     if routing_replay is None:
-        routing_replay = run_config.train.routing_replay == "rollout"
+        routing_replay = run_config.train.routing_replay != "off"
     config = build_transformer_config(
         hf_config,
         run_config.parallel,
         device,
         dtype=torch_dtype(run_config.model.dtype),
         transformer_impl=implementation,
-        recompute=run_config.train.recompute == "full",
+        recompute=run_config.train.recompute,
         routing_replay=routing_replay and family_of(hf_config).moe,
     )
-    model = GPTModel(
-        config,
-        _block_spec(config, dims, implementation),
-        vocab_size=dims.padded_vocab(run_config.parallel.tensor),
-        max_sequence_length=hf_config.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        parallel_output=True,
-        share_embeddings_and_output_weights=is_tied(hf_config),
-        position_embedding_type="rope",
-        rotary_base=_rope_theta(hf_config),
-    )
-    return [model.to(device.torch_device)]
+    virtual = run_config.parallel.virtual_pipeline
+    chunks = []
+    for stage in range(virtual) if virtual > 1 else [None]:
+        model = GPTModel(
+            config,
+            _block_spec(config, dims, implementation, stage),
+            vocab_size=dims.padded_vocab(run_config.parallel.tensor),
+            max_sequence_length=hf_config.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            parallel_output=True,
+            share_embeddings_and_output_weights=is_tied(hf_config),
+            position_embedding_type="rope",
+            rotary_base=_rope_theta(hf_config),
+            vp_stage=stage,
+        )
+        chunks.append(model.to(device.torch_device))
+    return chunks
 
 
 def _moe_pattern(dims: Dims) -> list[int]:
     return [int(layer in dims.moe_layers) for layer in range(dims.layers)]
 
 
-def _block_spec(config: Any, dims: Dims, implementation: str) -> Any:
-    """The one place that chooses between Transformer Engine's layers and Megatron-Core's own."""
+def _block_spec(config: Any, dims: Dims, implementation: str, stage: int | None) -> Any:
+    """The one place that chooses between Transformer Engine's layers and Megatron-Core's own.
+
+    Args:
+        stage: virtual pipeline stage, None without interleaving.
+    """
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -204,8 +218,8 @@ def _block_spec(config: Any, dims: Dims, implementation: str) -> Any:
 
         make = _local_layer
     kinds = {moe: make(config, moe) for moe in set(_moe_pattern(dims))}
-    first = get_transformer_layer_offset(config)
-    here = _moe_pattern(dims)[first : first + get_num_layers_to_build(config)]
+    first = get_transformer_layer_offset(config, stage)
+    here = _moe_pattern(dims)[first : first + get_num_layers_to_build(config, stage)]
     return TransformerBlockSubmodules(layer_specs=[kinds[moe] for moe in here], layer_norm=layer_norm)
 
 
@@ -222,6 +236,7 @@ def _te_layer(config: Any, moe: int) -> Any:
 def _local_layer(config: Any, moe: int) -> Any:
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
+    from megatron_fr.trainer.core_attention import CoreAttention
     from megatron_fr.trainer.norm import RMSNorm
 
     layer = specs.get_gpt_layer_local_spec(
@@ -231,8 +246,9 @@ def _local_layer(config: Any, moe: int) -> Any:
         normalization=config.normalization,
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = CoreAttention
     if config.qk_layernorm:
-        attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if moe:
         # Transformer Engine's layers fuse the norm into a dense MLP only: the same name in checkpoints of both.
@@ -265,12 +281,18 @@ def _check_model(hf_config: Any) -> None:
         raise refuse("use_sliding_window", True, "false")
 
 
-def _check_split(dims: Dims, parallel: ParallelConfig, transformer_impl: str) -> None:
+def _check_split(dims: Dims, parallel: ParallelConfig) -> None:
     """Raise ConfigError when the sizes do not divide."""
     parts = [
         ("parallel.tensor", parallel.tensor, "KV heads", dims.kv_heads),
         ("parallel.tensor", parallel.tensor, "query heads", dims.heads),
         ("parallel.pipeline", parallel.pipeline, "layers", dims.layers),
+        (
+            "parallel.pipeline x parallel.virtual_pipeline",
+            parallel.pipeline * parallel.virtual_pipeline,
+            "layers",
+            dims.layers,
+        ),
     ]
     if dims.experts:
         parts.append(("parallel.expert", parallel.expert, "experts", dims.experts))
@@ -285,8 +307,3 @@ def _check_split(dims: Dims, parallel: ParallelConfig, transformer_impl: str) ->
     for field, size, what, whole in parts:
         if whole % size:
             raise ConfigError(f"{field}={size} does not divide the model's {what} ({whole}); choose a divisor")
-    if parallel.context > 1 and transformer_impl == "local":
-        raise ConfigError(
-            f"parallel.context={parallel.context}: Megatron-Core's local attention has no context parallelism; "
-            "set parallel.context=1, or run on GPUs with Transformer Engine"
-        )

@@ -14,6 +14,7 @@ from megatron_fr.algorithm.loss import flash_reinforce_loss
 from megatron_fr.algorithm.stats import LossStats
 from megatron_fr.config import AlgorithmConfig, FlashReinforceConfig
 from megatron_fr.trainer.batch import MicroBatch
+from megatron_fr.trainer.context import ContextGroup
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,15 @@ class BatchConstants:
 
 
 class Objective:
-    """The loss that ``config`` names."""
+    """The loss that ``config`` names.
 
-    def __init__(self, config: AlgorithmConfig) -> None:
+    Args:
+        context: the ranks that hold parts of the same trajectories, None where each rank holds whole ones.
+    """
+
+    def __init__(self, config: AlgorithmConfig, context: ContextGroup | None = None) -> None:
         self._config = config
+        self.context = context
 
     def advantages(self, rewards: Sequence[float], group_ids: Sequence[str]) -> tuple[list[float], bool]:
         """Advantages of the global batch, and whether it has any signal.
@@ -50,34 +56,46 @@ class Objective:
         """This micro-batch's part of the update's loss.
 
         Args:
-            logprobs: float32 ``[b, P]``, of ``batch.targets``.
-            entropy: float32 ``[b, P]``, without gradient.
+            logprobs: float32 ``[r, c]``, of ``batch.targets``.
+            entropy: float32 ``[r, c]``, without gradient.
         """
         config = self._config
+        logprobs, behavior = batch.by_trajectory(logprobs), batch.by_trajectory(batch.behavior_logprobs)
+        mask = batch.trajectory_mask
+        over_context = None if self.context is None else self.context.sum
         if not isinstance(config, FlashReinforceConfig):
             return grpo_loss(
                 logprobs,
-                batch.behavior_logprobs,
+                behavior,
                 batch.advantages,
-                batch.action_mask,
+                mask,
                 clip_low=config.clip_low,
                 clip_high=config.clip_high,
                 batch_size=constants.batch_size,
+                sum_over_context=over_context,
             )
-        keep = None
-        if config.failure_token_quantile < 1:
-            keep = failure_token_mask(entropy, batch.action_mask, batch.advantages, config.failure_token_quantile)
         return flash_reinforce_loss(
             logprobs,
-            batch.behavior_logprobs,
+            behavior,
             batch.advantages,
-            batch.action_mask,
+            mask,
             delta=config.delta,
             batch_size=constants.batch_size,
             reduction=config.reduction,
             admission=config.admission,
             importance=config.importance,
             truncation=config.truncation,
-            loss_mask=keep,
+            loss_mask=self._kept(batch, mask, batch.by_trajectory(entropy), config.failure_token_quantile),
             batch_action_tokens=constants.action_tokens if config.reduction == "token_mean" else None,
+            sum_over_context=over_context,
         )
+
+    def _kept(
+        self, batch: MicroBatch, mask: torch.Tensor, entropy: torch.Tensor, quantile: float
+    ) -> torch.Tensor | None:
+        if quantile == 1:
+            return None
+        if self.context is None:
+            return failure_token_mask(entropy, mask, batch.advantages, quantile)
+        positions = batch.by_trajectory(batch.position_ids)
+        return self.context.failure_mask(entropy, mask, positions, batch.advantages, quantile)

@@ -14,8 +14,8 @@ from megatron_fr.bridge import iter_hf_tensors, load_hf_weights, read_hf_config,
 from megatron_fr.bridge.dims import Dims
 from megatron_fr.config import RunConfig
 from megatron_fr.device import Device
-from megatron_fr.errors import ConfigError
-from megatron_fr.trainer.batch import RouteShape, SequenceSlice
+from megatron_fr.trainer.batch import BatchLayout, RouteShape
+from megatron_fr.trainer.context import ContextGroup
 from megatron_fr.trainer.head import LogprobHead
 from megatron_fr.trainer.logprob import LogprobSettings
 from megatron_fr.trainer.model import build_model, torch_dtype, uses_sequence_parallel
@@ -33,8 +33,7 @@ class Policy:
         hf_config: of the Hugging Face folder it came from.
         chunks: the bare Megatron-Core model chunks.
         route_shape: of the routes to replay; None where nothing is replayed.
-        pad_multiple: what sequence lengths must be a multiple of.
-        sequence_slice: this rank's sequence-parallel part.
+        layout: how this rank sees a micro-batch.
     """
 
     hf_config: Any
@@ -43,8 +42,7 @@ class Policy:
     step: TrainStep
     objective: Objective
     route_shape: RouteShape | None
-    pad_multiple: int
-    sequence_slice: SequenceSlice
+    layout: BatchLayout
 
     def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Current weights under their Hugging Face names; a collective, data on global rank 0 only."""
@@ -62,10 +60,6 @@ def build_policy(config: RunConfig, device: Device) -> Policy:
         ModelError: the model folder is missing, damaged or of an unknown architecture.
         ConfigError: the layout does not fit the model.
     """
-    if config.parallel.context > 1:
-        raise ConfigError(
-            f"parallel.context={config.parallel.context}: the trainer does not split sequences yet; set it to 1"
-        )
     hf_config = read_hf_config(config.model.path)
     source = resolve_folder(config.model.path)
     chunks = build_model(hf_config, config, device)
@@ -73,15 +67,18 @@ def build_policy(config: RunConfig, device: Device) -> Policy:
 
     dims = Dims.from_hf(hf_config)
     replays = config.train.routing_replay == "rollout" and len(dims.moe_layers) > 0
-    recompute = config.train.recompute == "full"
-    sequence_parallel = uses_sequence_parallel(hf_config, config.parallel)
+    replay = None
+    if config.train.routing_replay != "off" and dims.moe_layers:
+        layers = [layer + 1 for layer in dims.moe_layers]
+        replay = RoutingReplay(chunks, layers, recompute=config.train.recompute == "full")
+    context = ContextGroup(parallel_state.get_context_parallel_group()) if config.parallel.context > 1 else None
     ddp_chunks = wrap_for_training(chunks, config.parallel)
     optimizer = make_optimizer(ddp_chunks, config.optimizer, config.parallel, torch_dtype(config.model.dtype))
     step = TrainStep(
         chunks=ddp_chunks,
         optimizer=optimizer,
         schedule=make_schedule(optimizer, config.optimizer, config.train.num_updates),
-        objective=Objective(config.algorithm),
+        objective=Objective(config.algorithm, context),
         head=LogprobHead(
             LogprobSettings(
                 vocab_size=dims.vocab,
@@ -91,9 +88,7 @@ def build_policy(config: RunConfig, device: Device) -> Policy:
                 group=parallel_state.get_tensor_model_parallel_group(),
             )
         ),
-        replay=RoutingReplay(chunks, [layer + 1 for layer in dims.moe_layers], recompute=recompute)
-        if replays
-        else None,
+        replay=replay,
     )
     return Policy(
         hf_config=hf_config,
@@ -102,8 +97,15 @@ def build_policy(config: RunConfig, device: Device) -> Policy:
         step=step,
         objective=step.objective,
         route_shape=RouteShape(len(dims.moe_layers), dims.top_k, dims.experts) if replays else None,
-        pad_multiple=config.parallel.tensor if sequence_parallel else 1,
-        sequence_slice=SequenceSlice(parallel_state.get_tensor_model_parallel_rank(), config.parallel.tensor)
-        if sequence_parallel
-        else SequenceSlice(),
+        layout=_layout(config, sequence_parallel=uses_sequence_parallel(hf_config, config.parallel)),
+    )
+
+
+def _layout(config: RunConfig, *, sequence_parallel: bool) -> BatchLayout:
+    return BatchLayout(
+        packed=config.train.max_tokens_per_micro_batch is not None,
+        sequence_rank=parallel_state.get_tensor_model_parallel_rank() if sequence_parallel else 0,
+        sequence_size=config.parallel.tensor if sequence_parallel else 1,
+        context_rank=parallel_state.get_context_parallel_rank(),
+        context_size=config.parallel.context,
     )

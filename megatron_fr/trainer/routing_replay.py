@@ -6,13 +6,15 @@ slot that follows two cursors over the batch's micro-batches, one for forwards a
 activation recompute and pipeline schedules (which run forwards ahead of backwards) need no switching.
 
 Only the selection is forced. Router logits and their probabilities are computed from the live weights, so gradients
-reach the router.
+reach the router. What a forward selected, forced or live, is kept for its recomputed forward: both take the same
+experts, whatever rounding does to the live router. With that alone (``record``) nothing is forced in the forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
@@ -48,7 +50,7 @@ class RoutingReplay:
     def __init__(self, chunks: Sequence[torch.nn.Module], moe_layers: Sequence[int], *, recompute: bool) -> None:
         columns = {number: column for column, number in enumerate(moe_layers)}
         self._recompute = recompute
-        self._batches: list[MicroBatchRoutes] = []
+        self._batches: list[MicroBatchRoutes | None] = []
         self._slots: list[_Slot] = []
         for chunk in chunks:
             for router in (m for m in chunk.modules() if isinstance(m, TopKRouter)):
@@ -58,6 +60,7 @@ class RoutingReplay:
                 slot = _Slot(self, columns[number])
                 router.router_replay = slot
                 slot.layer_number = number
+                router.register_forward_hook(slot.check)
                 self._slots.append(slot)
         # Megatron registers every router ever built in the process; a second model would pollute that list.
         RouterReplay.global_router_replay_instances.clear()
@@ -68,8 +71,8 @@ class RoutingReplay:
         """How many routers of this rank follow the replay."""
         return len(self._slots)
 
-    def begin(self, batches: Sequence[MicroBatchRoutes]) -> None:
-        """Give the routes of the next forward-backward's micro-batches, in schedule order."""
+    def begin(self, batches: Sequence[MicroBatchRoutes | None]) -> None:
+        """Give the routes of the next forward-backward's micro-batches, in schedule order; None: the live router's."""
         self._batches = list(batches)
         for slot in self._slots:
             slot.reset()
@@ -82,7 +85,8 @@ class RoutingReplay:
             same set of experts.
 
         Raises:
-            RuntimeError: a router did not consume every micro-batch, forward or recomputed.
+            RuntimeError: a router did not consume every micro-batch, forward or recomputed, or sent a token to other
+                experts than it was given.
         """
         expected = len(self._batches)
         for slot in self._slots:
@@ -91,6 +95,11 @@ class RoutingReplay:
                 raise RuntimeError(
                     f"routing replay of layer {slot.layer_number}: {slot.forward_cursor} of {expected} forwards and "
                     f"{slot.recompute_cursor} of {backward} recomputed forwards consumed their routes"
+                )
+            if bool(slot.strayed):
+                raise RuntimeError(
+                    f"routing replay of layer {slot.layer_number}: {int(slot.strayed)} (token, expert) pairs were not "
+                    "dispatched as given"
                 )
         agreeing = sum(float(s.agreeing) for s in self._slots)
         counted = sum(float(s.counted) for s in self._slots)
@@ -121,6 +130,9 @@ class _Slot(RouterReplay):
         self.trained = False
         self.agreeing: torch.Tensor | float = 0.0
         self.counted: torch.Tensor | float = 0.0
+        self.strayed: torch.Tensor | int = 0
+        self.kept: dict[int, torch.Tensor] = {}
+        self.given: torch.Tensor | None = None
 
     def get_replay_topk(
         self,
@@ -136,25 +148,40 @@ class _Slot(RouterReplay):
         if not batches:
             return live_scores, live
         # Checkpointing runs the first forward without gradients and the recomputed one with them.
-        recomputed = self._owner._recompute and torch.is_grad_enabled()
-        routes = batches[self.recompute_cursor if recomputed else self.forward_cursor]
-        if len(routes.experts) != len(scores):
-            raise RuntimeError(
-                f"routing replay of layer {self.layer_number}: {len(routes.experts)} rows of routes for "
-                f"{len(scores)} tokens"
-            )
-        forced = routes.experts[:, self._column]
-        chosen = torch.where(routes.given[:, None], forced, live)
-        if recomputed:
+        if self._owner._recompute and torch.is_grad_enabled():
+            chosen = self.kept.pop(self.recompute_cursor)
             self.recompute_cursor += 1
             self.trained = True
         else:
+            chosen = self._choose(batches[self.forward_cursor], live)
+            if self._owner._recompute:
+                self.kept[self.forward_cursor] = chosen
             self.forward_cursor += 1
-            with torch.no_grad():
-                same = (forced.sort(dim=-1).values == live.sort(dim=-1).values).all(dim=-1)
-                self.agreeing = self.agreeing + (same & routes.counted).sum()
-                self.counted = self.counted + routes.counted.sum()
+        self.given = chosen
         return scores.gather(1, chosen), chosen
+
+    @torch.no_grad()
+    def _choose(self, routes: MicroBatchRoutes | None, live: torch.Tensor) -> torch.Tensor:
+        if routes is None:
+            return live
+        if len(routes.experts) != len(live):
+            raise RuntimeError(
+                f"routing replay of layer {self.layer_number}: {len(routes.experts)} rows of routes for "
+                f"{len(live)} tokens"
+            )
+        forced = routes.experts[:, self._column]
+        same = (forced.sort(dim=-1).values == live.sort(dim=-1).values).all(dim=-1)
+        self.agreeing = self.agreeing + (same & routes.counted).sum()
+        self.counted = self.counted + routes.counted.sum()
+        return torch.where(routes.given[:, None], forced, live)
+
+    @torch.no_grad()
+    def check(self, router: torch.nn.Module, inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """A hook after the router: count the given experts that its routing map does not have."""
+        del router, inputs
+        if self.given is not None:
+            self.strayed = self.strayed + (~output[1].bool().gather(1, self.given)).sum()
+            self.given = None
 
 
 def padding_routes(rows: int, num_layers: int, top_k: int, num_experts: int) -> torch.Tensor:

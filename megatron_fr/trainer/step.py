@@ -87,12 +87,12 @@ class TrainStep:
 
     @torch.no_grad()
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Log-probabilities float32 ``[b, P]`` of each micro-batch's targets; empty off the last pipeline stage."""
+        """Log-probabilities float32 ``[r, c]`` of each micro-batch's targets; empty off the last pipeline stage."""
         return [r["logprobs"] for r in self._run(batches, self._inference_loss, train=False)]
 
     def _run(self, batches: Sequence[MicroBatch], loss: Callable[..., Any], *, train: bool) -> list[dict[str, Any]]:
         if self.replay is not None:
-            self.replay.begin([b.routes for b in batches if b.routes is not None])
+            self.replay.begin([b.routes for b in batches])
         for chunk in self.chunks:
             chunk.train(train)
         # One iterator a chunk: an interleaved schedule walks the batch once for each.
@@ -123,7 +123,12 @@ class TrainStep:
         # No mask: attention is causal, and padding stands at the end of a row.
         task = HeadTask(batch.targets, batch.action_mask if actions_only else None)
         output = model(
-            batch.tokens, batch.position_ids, None, output_processor=self.head, output_processor_context=task
+            batch.tokens,
+            batch.position_ids,
+            None,
+            packed_seq_params=batch.packed_seq_params,
+            output_processor=self.head,
+            output_processor_context=task,
         )
         return output, partial(loss, batch)
 
@@ -143,16 +148,20 @@ class TrainStep:
         return logprobs.new_zeros(()), {"logprobs": logprobs}
 
     def _reduce(self, results: Sequence[dict[str, Any]], constants: BatchConstants) -> dict[str, float]:
-        """Combine micro-batches and ranks; only the last pipeline stage has results, and TP ranks hold the same."""
+        """Combine micro-batches and ranks.
+
+        Only the last pipeline stage has results, TP ranks hold the same, and context ranks parts of the same rows.
+        """
         device = next(self.chunks[0].parameters()).device
         counts = bool(results) and parallel_state.get_tensor_model_parallel_rank() == 0
+        count_rows = parallel_state.get_context_parallel_rank() == 0
         sums = torch.zeros(len(SUM_NAMES) + 2, dtype=torch.float64, device=device)
         maxima = torch.zeros(len(MAX_NAMES), dtype=torch.float64, device=device)
         if counts:
             for result in results:
                 stats: LossStats = result["stats"]
                 extra = torch.stack([result["loss"], result["entropy_sum"]])
-                sums += torch.cat([stats.sums(), extra]).to(device)
+                sums += torch.cat([stats.sums(count_rows), extra]).to(device)
                 maxima = torch.maximum(maxima, stats.maxima().to(device))
         # Without sequence parallelism every TP rank routes the same tokens; the share is unchanged by the repetition.
         routes = self._routes.to(device)

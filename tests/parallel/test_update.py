@@ -15,26 +15,53 @@ from update_scenario import OPTIMIZER
 #: Largest error of a metric, relative: they are float64 sums of float32 log-probabilities.
 METRIC_TOLERANCE = 2e-5
 #: Largest error of a gradient, relative to the largest entry of its tensor: float32 sums in another order.
-GRADIENT_TOLERANCE = 1e-4
+GRADIENT_TOLERANCE = 2e-5
 #: Largest error of a weight after the step, relative to the learning rate, which is what a weight may move at most.
-WEIGHT_TOLERANCE = 1e-3
+WEIGHT_TOLERANCE = 5e-5
 
-#: (model, parallel, train); one set of processes each.
+PACKED = {"max_tokens_per_micro_batch": 70}
+FULL = {"recompute": "full"}
+SELECTIVE = {"recompute": "selective"}
+PLAIN = {"distributed_optimizer": False}
+
+#: (model, parallel, train); one set of processes each. Every pair of features meets at least once.
 LAYOUTS: dict[int, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
     1: [
         ("moe", {}, {}),
-        ("moe", {"distributed_optimizer": False}, {"micro_batch_size": 1}),
-        ("moe", {}, {"micro_batch_size": 7}),
-        ("moe", {}, {"recompute": "full", "micro_batch_size": 2}),
-        ("dense", {"distributed_optimizer": False}, {}),
+        ("moe", PLAIN, {"micro_batch_size": 1, **SELECTIVE}),
+        ("moe", {}, {"micro_batch_size": 7, **FULL}),
+        ("moe", {}, PACKED | FULL),
+        ("moe", {}, {"logprob_mode": "recompute", "logprob_chunk_tokens": 16}),
+        ("moe_live", {}, {"routing_replay": "record", **FULL}),
+        ("dense", PLAIN, PACKED | SELECTIVE),
+        ("dense", {}, {}),
     ],
     2: [
-        ("moe", {"tensor": 2}, {}),
-        ("moe", {"expert": 2, "distributed_optimizer": False}, {}),
-        ("moe", {}, {}),
-        ("moe", {"pipeline": 2}, {}),
-        ("dense", {"tensor": 2}, {}),
-        ("dense", {"distributed_optimizer": False}, {}),
+        ("moe", {"tensor": 2}, {"micro_batch_size": 1}),
+        ("moe", {"tensor": 2, **PLAIN}, PACKED | FULL),
+        ("moe", {"expert": 2, **PLAIN}, FULL),
+        ("moe", {}, {"micro_batch_size": 1}),
+        ("moe", PLAIN, PACKED),
+        ("moe", {"pipeline": 2, **PLAIN}, FULL),
+        ("moe", {"pipeline": 2, "virtual_pipeline": 2}, PACKED | FULL),
+        ("moe", {"context": 2}, {}),
+        ("moe", {"context": 2, **PLAIN}, PACKED | FULL),
+        ("dense", {"tensor": 2}, SELECTIVE),
+        ("dense", {"tensor": 2, "sequence_parallel": True}, PACKED),
+        ("dense", {"context": 2}, SELECTIVE | {"micro_batch_size": 7}),
+        ("dense", {"pipeline": 2, "virtual_pipeline": 2}, {"micro_batch_size": 1}),
+        ("dense", PLAIN, {}),
+    ],
+    4: [
+        ("moe", {"tensor": 2, "expert": 2}, FULL),
+        ("moe", {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2}, {"micro_batch_size": 2}),
+        ("moe", {"tensor": 2, "context": 2}, PACKED | FULL),
+        ("moe", {"expert": 2, "context": 2, **PLAIN}, {}),
+        ("moe", {"pipeline": 2, "context": 2}, SELECTIVE),
+        ("moe", {"context": 2}, {"micro_batch_size": 1}),
+        ("moe", {"tensor": 2, **PLAIN}, {}),
+        ("moe", {"pipeline": 2, "expert": 2}, PACKED),
+        ("dense", {"tensor": 2, "context": 2}, {}),
     ],
 }
 
@@ -52,8 +79,8 @@ def test_one_update_equals_the_reference_in_every_layout(cases: dict[str, Case],
     for i, (model, parallel, train) in enumerate(layouts):
         problems += compare(f"{model} {parallel} {train}", by_rank[0][i], cases[model].wanted)
         for answers in by_rank:
-            # One forward a micro-batch: gates, ratios and gradients all come out of it.
-            assert answers[i]["model_calls"] == answers[i]["micro_batches"]
+            # One forward of each model chunk a micro-batch: gates, ratios and gradients all come out of it.
+            assert set(answers[i]["model_calls"]) == {answers[i]["micro_batches"]}
     assert not problems, "\n".join(problems)
 
 

@@ -13,8 +13,10 @@ from megatron_fr.tiny import make_untrained
 from megatron_fr.trajectory import encode
 
 #: Vocabulary 515 is odd, so that TP 2 needs a padding row; four layers make two virtual stages on two ranks.
+#: ``moe_live`` has no routes to replay.
 MODELS: dict[str, dict[str, Any]] = {
     "moe": {"family": "qwen3_moe", "num_layers": 4, "vocab_size": 515},
+    "moe_live": {"family": "qwen3_moe", "num_layers": 4, "vocab_size": 515},
     "dense": {"family": "qwen2", "num_layers": 4, "vocab_size": 515},
 }
 
@@ -32,7 +34,7 @@ def make_case(folder: Path, arguments: dict[str, Any]) -> Case:
     reference = Reference(folder)
     config = reference.model.config
     routes = None
-    if arguments["family"] == "qwen3_moe":
+    if folder.name == "moe":
         routes = (config.num_hidden_layers, config.num_experts_per_tok, config.num_experts)
     trajectories = make_trajectories(config.vocab_size, routes, lambda made: reference.logprobs(made, TEMPERATURE))
     (folder / "batch.npz").write_bytes(encode(trajectories))

@@ -111,7 +111,7 @@ def _update(job: Job) -> dict[str, Any]:
         "gradients": gradients,
         "weights": weights,
         "micro_batches": len(batch.micro_batches),
-        "model_calls": sum(calls),
+        "model_calls": calls,
     }
 
 

@@ -48,7 +48,11 @@ def test_an_unsupported_model_names_the_field(family: str, changes: dict[str, An
         ("qwen3_moe", {"world_size": 3, "expert": 3}, r"parallel\.expert=3 .*experts \(8\)"),
         ("qwen3_moe", {"world_size": 3, "expert_tensor": 3}, r"parallel\.expert_tensor=3 .*width \(80\)"),
         ("qwen2", {"world_size": 2, "expert": 2}, r"parallel\.expert=2.*no experts"),
-        ("qwen3_moe", {"world_size": 2, "context": 2}, r"parallel\.context=2"),
+        (
+            "qwen3_moe",
+            {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2},
+            r"parallel\.pipeline x parallel\.virtual_pipeline=4 .*layers \(2\)",
+        ),
         ("qwen3_moe", {"world_size": 2, "tensor": 2, "sequence_parallel": False}, r"parallel\.sequence_parallel=false"),
     ],
 )
