@@ -12,5 +12,5 @@ echo "ruff format" && "$python" -m ruff format --check .
 echo "mypy" && "$python" -m mypy
 echo "pytest"
 status=0
-"$python" -m pytest "$@" || status=$?
+"$python" -m pytest --durations=15 "$@" || status=$?
 exit "$status"
