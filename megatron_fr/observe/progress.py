@@ -46,8 +46,14 @@ class Progress:
             return "-" if value is None else pattern.format(float(value))
 
         generated, trained = (_count(row.get(f"{side}/tokens_per_s")) for side in ("rollout", "train"))
+        head = f"update {number:>{width}}/{self.total_updates}"
+        if number == 0:  # before the first batch there is only a first sync and perhaps an evaluation
+            parts = [head, f"first sync: logprob diff {show('sync/probe_logprob_diff', '{:.1e}')}"]
+            if row.get("eval/reward") is not None:
+                parts.append(f"held-out reward {show('eval/reward', '{:.3f}')}")
+            return " | ".join(parts)
         parts = [
-            f"update {number:>{width}}/{self.total_updates}",
+            head,
             f"reward {show('reward/mean', '{:.3f}')}",
             f"tool calls {show('tools/calls', '{:.2f}')}",
             f"lag {show('lag/mean', '{:.1f}')} (max {show('lag/max', '{:.0f}')})",

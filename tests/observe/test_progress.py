@@ -89,3 +89,9 @@ def test_one_odd_batch_and_tasks_without_tools_raise_no_alarm():
     values = [2.0, 2.0, 2.0, 2.0, 2.0, 0.0, 2.0, 2.0]
     assert [m for v in values for m in alarms.check({"tools/calls": v})] == []
     assert [m for _ in range(20) for m in Alarms().check({"tools/calls": 0.0})] == []
+
+
+def test_the_line_before_the_first_batch_shows_only_what_is_known() -> None:
+    row = {"update": 0, "sync/probe_logprob_diff": 2e-7, "eval/reward": 0.41}
+    assert Progress(80).line(row) == "update  0/80 | first sync: logprob diff 2.0e-07 | held-out reward 0.410"
+    assert Progress(80).line({"update": 0}) == "update  0/80 | first sync: logprob diff -"
