@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_fr.config import RunConfig
-from megatron_fr.errors import MegatronFRError
+from megatron_fr.errors import MegatronFRError, RolloutEnded
 from megatron_fr.trainer.batch import BatchLayout, MicroBatch, RouteShape, build_micro_batch
 from megatron_fr.trainer.client import Lease, RolloutClient
 from megatron_fr.trainer.objective import BatchConstants, Objective
@@ -137,11 +137,24 @@ class BatchFeed:
         return None
 
     def _fetch(self, ids: list[str]) -> list[Trajectory]:
-        """The first rank of each model-parallel group asks the service, the others get its copy."""
+        """The first rank of each model-parallel group asks the service, the others get its copy.
+
+        Raises:
+            RolloutEnded: a group got none; raised on every rank, so that all of them can save together.
+        """
         source = parallel_state.get_model_parallel_src_rank()
-        return _from_source(
-            lambda: self._client.fetch(ids), source, parallel_state.get_model_parallel_group(check_initialized=False)
-        )
+        group = parallel_state.get_model_parallel_group(check_initialized=False)
+        trajectories: list[Trajectory] = []
+        failure: str | None = None
+        try:
+            trajectories = _from_source(lambda: self._client.fetch(ids), source, group)
+        except MegatronFRError as error:
+            failure = str(error)
+        reasons: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(reasons, failure)
+        if any(reasons):
+            raise RolloutEnded(next(reason for reason in reasons if reason))
+        return trajectories
 
 
 def from_rank_zero[T](make: Callable[[], T]) -> T:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_fr.checkpoints import set_aside
 from megatron_fr.config import RunConfig
 from megatron_fr.device import Device
-from megatron_fr.errors import CheckpointError
+from megatron_fr.errors import CheckpointError, RolloutEnded, SyncError
 from megatron_fr.observe.metrics import MetricsWriter
 from megatron_fr.observe.progress import Progress
 from megatron_fr.trainer.checkpoint import TrainingCheckpoints
@@ -91,6 +91,7 @@ class TrainerLoop:
 
         Raises:
             CheckpointError: a checkpoint could not be written.
+            RolloutEnded, SyncError: rollouts or engines failed for good; the weights so far were saved first.
         """
         config = self._config
         writer = MetricsWriter(config.output) if self._first_rank else None
@@ -116,6 +117,13 @@ class TrainerLoop:
         except Shutdown:
             if self._first_rank:
                 print(f"asked to stop after update {self._update}: saving a checkpoint", flush=True)
+        except (RolloutEnded, SyncError):
+            # Raised on every rank alike. The service may be gone, and with it what a training checkpoint needs of it.
+            if self._update:
+                folder = self.save_hf()
+                if self._first_rank:
+                    print(f"saved the weights of update {self._update} in {folder}", flush=True)
+            raise
         finally:
             if writer is not None:
                 writer.close()
@@ -161,8 +169,8 @@ class TrainerLoop:
             self._version += 1
             sync = self._sync.push(self._version)
         self._update += 1
-        if self._first_rank:
-            self._client.commit(batch.lease.batch_id, version=self._version, stepped=report.stepped)
+        batch_id, version, stepped = batch.lease.batch_id, self._version, report.stepped
+        from_rank_zero(lambda: self._client.commit(batch_id, version=version, stepped=stepped))
         seconds = time.monotonic() - started
         every, total = self._config.evaluation.every, self._config.train.num_updates
         evaluate = self._update == total or (every and self._update % every == 0)

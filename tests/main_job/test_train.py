@@ -95,6 +95,22 @@ def test_ctrl_c_ends_every_process_within_ten_seconds_and_leaves_a_model(policy:
 
 
 @pytest.mark.slow
+def test_an_engine_killed_mid_run_ends_it_with_the_reason_and_keeps_the_weights(policy: Path, tmp_path: Path) -> None:
+    output, log = tmp_path / "run", tmp_path / "log"
+    with running(command(policy, output, "train.num_updates=1000", "rollout.engines=1"), log) as process:
+        wait_for("update    3/1000", log, process)
+        family = tree(process.pid)
+        engine = next(p for p in family if "sglang.launch_server" in " ".join(p.cmdline()))
+        engine.kill()
+        assert process.wait(60) == 1, log.read_text()
+        assert alive(family) == []
+    text = log.read_text()
+    assert "SIGKILL" in text
+    assert "saved the weights of update" in text
+    assert_loads_and_has_moved(newest_model(output), policy)
+
+
+@pytest.mark.slow
 def test_a_reward_function_that_raises_ends_the_run_with_its_name_and_its_error(policy: Path, tmp_path: Path) -> None:
     broken = command(policy, tmp_path / "run", "reward.function=varied_reward:broken", "train.num_updates=3")
     status, text = finish(broken, tmp_path / "log")
