@@ -22,7 +22,7 @@ def arguments(model: Path, output: Path, *overrides: str) -> list[str]:
     """The command line of a short run of the embedded recipe on ``model`` (which holds its prompts)."""
     return [
         *(sys.executable, "-m", "megatron_fr.cli", "train", "--config", str(RECIPE)),
-        *(f"model.path={model}", f"data.train={model / 'train.jsonl'}", f"output={output}"),
+        *(f"model.path={model}", f"data.train={model / 'train.jsonl'}", "data.eval=null", f"output={output}"),
         *("train.batch_size=8", "train.micro_batch_size=4", "rollout.runners=8"),
         *("rollout.max_new_tokens=48", "agent.max_tokens_per_turn=16"),
         *overrides,

@@ -25,7 +25,7 @@ def rows(output: Path) -> list[dict[str, Any]]:
 def command(policy: Path, output: Path, *overrides: str) -> list[str]:
     """With this folder importable in the reward's process, as a user's own module would be."""
     head = ["/usr/bin/env", f"PYTHONPATH={Path(__file__).parent}:{Path(__file__).resolve().parents[2]}"]
-    return head + arguments(policy, output, REWARD, "data.eval=null", *overrides)
+    return head + arguments(policy, output, REWARD, *overrides)
 
 
 @pytest.mark.slow
