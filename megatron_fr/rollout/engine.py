@@ -260,9 +260,11 @@ class Engine:
         """The end of the log, from the last Python traceback's error on when there is one."""
         try:
             with self.spec.log_path.open(errors="replace") as log:
-                lines = [line.rstrip()[:400] for line in deque(log, maxlen=_LOG_LINES * 4) if line.strip()]
+                lines = [line.rstrip()[:400] for line in deque(log, maxlen=_LOG_LINES * 4)]
         except OSError as error:
             return f"  (log not readable: {error.strerror})"
+        # A refused argument prints a screenful of usage before the one line that matters.
+        lines = [line for line in lines if line and not line.startswith((" " * 9, "usage:"))] or lines
         return "\n".join(f"  {line}" for line in lines[-_LOG_LINES:]) or "  (the log is empty)"
 
 
