@@ -29,6 +29,8 @@ from megatron_fr.rollout.ports import lease_free_port
 _POLL_S = 0.1
 #: The rollout service ends its engines by itself within this time, or is killed with them.
 _SERVICE_GRACE_S = 3.0
+#: After a trainer rank failed, how long the service has to notice a dead engine and say so.
+_SERVICE_WORD_S = 2.0
 
 
 class Supervisor:
@@ -53,6 +55,8 @@ class Supervisor:
         self._service: subprocess.Popen[bytes] | None = None
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._resume: Path | None = None
+        #: Logs are appended to: where this run's part begins.
+        self._log_starts: dict[Path, int] = {}
 
     @property
     def _config_file(self) -> Path:
@@ -104,7 +108,7 @@ class Supervisor:
             if self._signals:
                 return False
             if self._service.poll() is not None:
-                raise MegatronFRError(_reason(self._logs / "rollout.log", "the rollout service", self._service))
+                raise MegatronFRError(self._reason("rollout.log", "the rollout service", self._service))
             self._check_ranks()
             time.sleep(_POLL_S)
         return True
@@ -159,10 +163,26 @@ class Supervisor:
         return 0
 
     def _check_ranks(self) -> None:
-        """Raise with a failed rank's last words."""
+        """Raise with a failed rank's last words, and with the service's where that failed first."""
         for number, rank in enumerate(self._ranks):
             if rank.poll():
-                raise MegatronFRError(_reason(self._logs / f"trainer-{number}.log", f"trainer rank {number}", rank))
+                reason = self._reason(f"trainer-{number}.log", f"trainer rank {number}", rank)
+                # A trainer that was talking to an engine knows only of a broken connection; the service watches them.
+                cause = self._service_failure()
+                if cause is not None and cause not in reason:
+                    reason = f"{cause}\ntrainer rank {number}: {reason}"
+                raise MegatronFRError(reason)
+
+    def _service_failure(self) -> str | None:
+        """Why the running service cannot go on, if it says so within a moment."""
+        deadline = time.monotonic() + _SERVICE_WORD_S
+        log = self._logs / "rollout.log"
+        while True:
+            if (said := _error_of(log, self._log_starts.get(log, 0))) is not None:
+                return said
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(_POLL_S)
 
     def _spawn(
         self,
@@ -173,6 +193,8 @@ class Supervisor:
         environment: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[bytes]:
         """A Python child in its own session that dies with this process; ``log=None`` shares our standard output."""
+        for path in {self._logs / name for name in (log, stderr_log) if name is not None}:
+            self._log_starts[path] = path.stat().st_size if path.exists() else 0
         out: Any = None if log is None else (self._logs / log).open("ab")
         err: Any = (
             subprocess.STDOUT if stderr_log is None or stderr_log == log else (self._logs / stderr_log).open("ab")
@@ -209,19 +231,35 @@ class Supervisor:
             except MegatronFRError as error:
                 print(f"no report: {error}", file=sys.stderr, flush=True)
 
+    def _reason(self, log: str, who: str, process: subprocess.Popen[bytes]) -> str:
+        path = self._logs / log
+        return _reason(path, who, process, self._log_starts.get(path, 0))
+
     def _on_signal(self, *_: Any) -> None:
         self._signals += 1
 
 
-def _reason(log: Path, who: str, process: subprocess.Popen[bytes]) -> str:
-    """What a dead child said: its own ``error:`` line, or how it ended and its last lines."""
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    for index in range(len(lines) - 1, -1, -1):
-        if lines[index].startswith("error: "):
-            return "\n".join([lines[index].removeprefix("error: "), *lines[index + 1 :]])
+def _reason(log: Path, who: str, process: subprocess.Popen[bytes], start: int) -> str:
+    """What a dead child said from byte ``start`` on: its own ``error:`` line, or how it ended and its last lines."""
+    if (said := _error_of(log, start)) is not None:
+        return said
+    lines = _lines(log, start)
     code = process.poll()
     ended = f"exit code {code}" if code is None or code >= 0 else f"signal {signal.Signals(-code).name}"
     return f"{who} ended with {ended}; last lines of {log}:\n" + "\n".join(lines[-15:])
+
+
+def _error_of(log: Path, start: int) -> str | None:
+    """The last ``error:`` line that a log holds from byte ``start`` on, with what follows it."""
+    lines = _lines(log, start)
+    for index in range(len(lines) - 1, -1, -1):
+        if lines[index].startswith("error: "):
+            return "\n".join([lines[index].removeprefix("error: "), *lines[index + 1 :]])
+    return None
+
+
+def _lines(log: Path, start: int) -> list[str]:
+    return log.read_bytes()[start:].decode(errors="replace").splitlines() if log.exists() else []
 
 
 def _tree(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
