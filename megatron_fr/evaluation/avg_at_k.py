@@ -44,10 +44,12 @@ async def evaluate(
                 identity = f"eval-{name}-{number:05d}-{sample}"
                 try:
                     return await player.play(prompt, trajectory_id=identity, group_id=identity)
-                except MegatronFRError as error:
-                    if isinstance(error, FatalRewardError):
-                        raise
-                    failures.append(f"{identity} (prompt {prompt.id!r}): {error}")
+                except FatalRewardError:
+                    raise
+                except Exception as error:  # an agent is the user's code; one bad rollout must not end the others
+                    if not isinstance(error, MegatronFRError):
+                        log.exception("trajectory %s: unexpected error in the agent", identity)
+                    failures.append(f"{identity} (prompt {prompt.id!r}): {type(error).__name__}: {error}")
                     log.warning("evaluation failed at attempt %d: %s", attempt + 1, failures[-1])
         return None
 

@@ -12,6 +12,9 @@ import httpx
 from megatron_fr.errors import RolloutEnded
 from megatron_fr.trajectory import Trajectory, decode
 
+#: They travel in the request line, which the service's HTTP server limits to 8 KiB.
+_IDS_PER_REQUEST = 256
+
 
 @dataclass(frozen=True)
 class LeasedItem:
@@ -80,9 +83,11 @@ class RolloutClient:
 
     def fetch(self, ids: Sequence[str]) -> list[Trajectory]:
         """Payloads of leased trajectories, in the order of ``ids``."""
-        if not ids:
-            return []
-        return decode(self._call("GET", "/trajectories", params={"ids": ",".join(ids)}).content)
+        found: list[Trajectory] = []
+        for start in range(0, len(ids), _IDS_PER_REQUEST):
+            part = ",".join(ids[start : start + _IDS_PER_REQUEST])
+            found += decode(self._call("GET", "/trajectories", params={"ids": part}).content)
+        return found
 
     def commit(self, batch_id: str, *, version: int, stepped: bool) -> None:
         """The batch is used up, the engines hold ``version``: forget it and open the gate."""
@@ -94,7 +99,9 @@ class RolloutClient:
 
     def probe(self, engine: str, *, max_tokens: int) -> Trajectory:
         """A fresh trajectory that ``engine`` generates with the weights it holds now."""
-        return decode(self._call("POST", "/probe", {"engine": engine, "max_tokens": max_tokens}).content)[0]
+        body = {"engine": engine, "max_tokens": max_tokens}
+        # A full engine takes it only when one of its generations has ended.
+        return decode(self._call("POST", "/probe", body, timeout_s=300.0).content)[0]
 
     def _call(
         self,

@@ -96,9 +96,12 @@ class BatchFeed:
             RolloutEnded: the service cannot go on.
         """
         started = time.monotonic()
-        lease = from_rank_zero(lambda: self._lease(version, should_stop))
-        if lease is None:
-            raise Shutdown
+        lease: Lease | None = None
+        while lease is None:
+            # In short attempts: a batch may take longer to generate than a collective of the other ranks may wait.
+            stop, lease = from_rank_zero(lambda: self._attempt(version, should_stop))
+            if stop:
+                raise Shutdown
         wait_s = time.monotonic() - started
         items = lease.items
         ranks = parallel_state.get_data_parallel_world_size()
@@ -129,12 +132,9 @@ class BatchFeed:
         empty = [build_micro_batch([], [], **self._build) for _ in range(self._plan["multiple_of"] - 1)]
         return [build_micro_batch([trajectory], [0.0], **self._build), *empty]
 
-    def _lease(self, version: int, should_stop: Callable[[], bool]) -> Lease | None:
-        while not should_stop():
-            lease = self._client.lease(version, wait_s=1.0)
-            if lease is not None:
-                return lease
-        return None
+    def _attempt(self, version: int, should_stop: Callable[[], bool]) -> tuple[bool, Lease | None]:
+        """Whether to stop, and the lease if there was a full batch within a second."""
+        return (True, None) if should_stop() else (False, self._client.lease(version, wait_s=1.0))
 
     def _fetch(self, ids: list[str]) -> list[Trajectory]:
         """The first rank of each model-parallel group asks the service, the others get its copy.

@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,7 @@ class TrainerLoop:
         self._first_rank = dist.get_rank() == 0
         self._update = 0
         self._version = 0
+        self._saved_hf = -1
         self._score: float | None = None
         self._checkpoints = TrainingCheckpoints(config, self._policy, self._client.state)
         if resume is not None:
@@ -134,10 +135,14 @@ class TrainerLoop:
         return folder
 
     def save_hf(self) -> Path:
-        """Write the current weights as a Hugging Face folder, unless this update's is there already."""
+        """Write the current weights as a Hugging Face folder, unless this process has done so already.
+
+        A folder that is there may hold other weights: of an earlier run, or of the same update before it was repeated.
+        """
         folder = self._config.output / "checkpoints" / f"update-{self._update:06d}"
-        if not from_rank_zero(folder.exists):
+        if self._saved_hf != self._update:
             self._policy.save_hf(folder)
+            self._saved_hf = self._update
         return folder
 
     def close(self) -> None:
@@ -206,25 +211,31 @@ class TrainerLoop:
         """
         if self._config.data.eval is None:
             return {}
-        metrics = from_rank_zero(lambda: self._wait_for_evaluation(name))
-        if metrics is None:
-            raise Shutdown
+        # In a thread and looked after in short turns: a stop request must not wait for the evaluation's end, nor may a
+        # collective of the other ranks.
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="evaluation")
+        try:
+            pending = thread.submit(self._client.evaluate, name) if self._first_rank else None
+            metrics: dict[str, float] | None = None
+            while metrics is None:
+                stop, metrics = from_rank_zero(lambda: self._look_after(pending))
+                if stop:
+                    raise Shutdown
+        finally:
+            thread.shutdown(wait=False)
         self._score = metrics.get("reward", self._score)
         return {f"eval/{key}": value for key, value in metrics.items()}
 
-    def _wait_for_evaluation(self, name: str) -> dict[str, float] | None:
-        """In a thread, since a stop request must not wait for the evaluation's end."""
-        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="evaluation")
-        try:
-            pending = thread.submit(self._client.evaluate, name)
-            while not self._stop:
-                try:
-                    return pending.result(timeout=0.2)
-                except TimeoutError:
-                    continue
-            return None
-        finally:
-            thread.shutdown(wait=False)
+    def _look_after(self, pending: Future[dict[str, float]] | None) -> tuple[bool, dict[str, float] | None]:
+        """Whether to stop, and the evaluation's metrics once it is through; on rank 0."""
+        assert pending is not None
+        deadline = time.monotonic() + 1.0
+        while not self._stop and time.monotonic() < deadline:
+            try:
+                return False, pending.result(timeout=0.2)
+            except TimeoutError:
+                continue
+        return bool(self._stop), None
 
 
 def _sync_row(sync: SyncMetrics | None) -> dict[str, float]:

@@ -53,9 +53,13 @@ class ListedBatch:
 
     def __init__(self, trajectories: Sequence[Trajectory]) -> None:
         self._by_id = {t.id: t for t in trajectories}
+        self._attempts = 0
 
-    def lease(self, version: int, *, wait_s: float) -> Lease:
+    def lease(self, version: int, *, wait_s: float) -> Lease | None:
         del version, wait_s
+        self._attempts += 1
+        if self._attempts == 1:
+            return None  # no full batch yet: every rank asks again
         items = (
             LeasedItem(t.id, t.group_id, len(t), t.num_action_tokens, t.reward, lag=0) for t in self._by_id.values()
         )

@@ -74,6 +74,17 @@ def test_an_evaluation_without_any_score_is_an_error_with_the_last_reason() -> N
         run(Player(always_broken=True), PROMPTS[2:])
 
 
+def test_an_agent_that_raises_something_of_its_own_costs_its_trajectory_alone() -> None:
+    class Buggy(Player):
+        async def play(self, prompt: Prompt, **names: Any) -> Trajectory:
+            if prompt.id == "hard":
+                raise ValueError("a bug of the agent")
+            return await super().play(prompt, **names)
+
+    metrics, count = run(Buggy())
+    assert (count, metrics["failed"]) == (4, 2)
+
+
 def test_a_reward_function_that_keeps_failing_ends_the_evaluation() -> None:
     class Fatal(Player):
         async def play(self, *_: Any, **__: Any) -> Trajectory:
