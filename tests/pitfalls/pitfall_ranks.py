@@ -1,0 +1,119 @@
+"""What the rank of the update's pitfall tests does: whole updates with the trainer's own pieces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_fr.config import RunConfig
+from megatron_fr.trajectory import NO_VERSION, Trajectory
+
+
+def make_batch(vocab: int, layers: int, top_k: int, experts: int, *, behavior: float) -> list[Trajectory]:
+    """Five random trajectories; ``behavior`` is every action token's log-probability."""
+    generator = np.random.default_rng(0)
+    made = []
+    for index, length in enumerate((9, 20, 14, 26, 11)):
+        mask = np.arange(length) >= 4
+        scores = generator.random((length - 1, layers, experts))
+        made.append(
+            Trajectory(
+                id=f"t{index}",
+                prompt_id=f"p{index}",
+                group_id=f"t{index}",
+                tokens=generator.integers(0, vocab, length).astype(np.int32),
+                action_mask=mask,
+                behavior_logprobs=np.where(mask, behavior, 0).astype(np.float32),
+                versions=np.where(mask, 0, NO_VERSION).astype(np.int32),
+                reward=float(index % 2),
+                routed_experts=scores.argsort(-1)[..., :top_k].astype(np.uint8),
+            )
+        )
+    return made
+
+
+def observe_updates(folder: Path) -> dict[str, Any]:
+    """One policy, three batches: one where all rows are rejected, one of equal rewards, and a sound one."""
+    from megatron_fr.device import resolve_device
+    from megatron_fr.trainer import distributed
+
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": str(folder), "dtype": "float32"},
+            "train": {"num_updates": 4, "batch_size": 5, "micro_batch_size": 2, "recompute": "full"},
+            "algorithm": {"name": "flash_reinforce", "delta": 1e-3},
+            "optimizer": {"lr": 1e-2, "weight_decay": 0.1, "schedule": "constant", "warmup_fraction": 0.0},
+            "reward": {"function": "unused:unused"},
+            "data": {"train": "unused.jsonl"},
+        }
+    )
+    device = resolve_device("cpu")
+    distributed.initialize(config.parallel, device, seed=1, timeout_s=60)
+    from megatron.core import parallel_state
+
+    from megatron_fr.trainer.batch import build_micro_batch
+    from megatron_fr.trainer.objective import BatchConstants
+    from megatron_fr.trainer.policy import build_policy
+
+    policy = build_policy(config, device)
+    step, shape = policy.step, policy.route_shape
+    assert shape is not None
+    sizes = (policy.hf_config.vocab_size, shape.num_layers, shape.top_k, shape.num_experts)
+
+    def weights() -> dict[str, torch.Tensor]:
+        return {n: t.clone() for n, t in policy.hf_tensors() if t is not None}
+
+    def parts(trajectories: list[Trajectory]) -> tuple[list[Any], BatchConstants]:
+        advantages, signal = policy.objective.advantages(
+            [t.reward for t in trajectories], [t.group_id for t in trajectories]
+        )
+        assert signal
+        split = [[0, 1], [2, 3], [4]]
+        batches = [
+            build_micro_batch(
+                [trajectories[i] for i in part],
+                [advantages[i] for i in part],
+                layout=policy.layout,
+                route_shape=shape,
+            )
+            for part in split
+        ]
+        return batches, BatchConstants(len(trajectories), sum(t.num_action_tokens for t in trajectories))
+
+    answer: dict[str, Any] = {"before": weights()}
+    rejected = step.update(*parts(make_batch(*sizes, behavior=-0.01)))
+    answer["rejected"] = {"stepped": rejected.stepped, "metrics": rejected.metrics, "weights": weights()}
+    answer["signal_of_equal_rewards"] = policy.objective.advantages([1.0] * 5, list("abcde"))[1]
+    step.skip()
+    answer["skipped_weights"] = weights()
+
+    # On policy: behavior as the trainer's own forward gives it, with the same routes.
+    sound = make_batch(*sizes, behavior=-1.0)
+    batches, constants = parts(sound)
+    for batch, logprobs in zip(batches, step.logprobs(batches), strict=True):
+        batch.behavior_logprobs = torch.where(batch.action_mask, logprobs, 0.0)
+    step.forwards = 0
+    report = step.update(batches, constants)
+    routers = {
+        name: float(p.main_grad.abs().max())
+        for name, p in step.chunks[0].named_parameters()
+        if name.endswith("router.weight")
+    }
+    answer["sound"] = {
+        "stepped": report.stepped,
+        "forwards": step.forwards,
+        "micro_batches": len(batches),
+        "metrics": report.metrics,
+        "router_gradients": routers,
+        "weights": weights(),
+    }
+    answer["groups"] = [
+        (group["wd_mult"], sum(p.numel() for p in group["params"])) for group in step.optimizer.param_groups
+    ]
+    answer["exempt_numel"] = sum(p.numel() for p in step.chunks[0].parameters() if p.ndim == 1)
+    answer["all_numel"] = sum(p.numel() for p in step.chunks[0].parameters())
+    parallel_state.destroy_model_parallel()
+    return answer

@@ -1,0 +1,61 @@
+"""Faults of a whole update that users of such systems report, on one rank of the real trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from parallel_launch import run_ranks
+from pitfall_ranks import observe_updates
+
+from megatron_fr.tiny import make_untrained
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = make_untrained(tmp_path_factory.mktemp("pitfalls") / "moe", family="qwen3_moe")
+    answers: list[dict[str, Any]] = run_ranks(observe_updates, 1, folder=folder)
+    return answers[0]
+
+
+def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_batch_that_is_rejected_whole_takes_no_step_and_decays_no_weight(seen: dict[str, Any]) -> None:
+    assert seen["rejected"]["metrics"]["policy/admitted_tokens"] == 0
+    assert not seen["rejected"]["stepped"]
+    assert _same(seen["before"], seen["rejected"]["weights"])
+
+
+def test_equal_rewards_carry_no_signal_and_a_skipped_batch_moves_nothing(seen: dict[str, Any]) -> None:
+    assert not seen["signal_of_equal_rewards"]
+    assert _same(seen["before"], seen["skipped_weights"])
+
+
+def test_gates_ratios_and_gradients_come_out_of_one_forward_an_update(seen: dict[str, Any]) -> None:
+    assert seen["sound"]["micro_batches"] == 3
+    assert seen["sound"]["forwards"] == 3
+
+
+def test_an_update_on_policy_is_admitted_whole_and_moves_every_tensor(seen: dict[str, Any]) -> None:
+    sound = seen["sound"]
+    assert sound["stepped"]
+    assert sound["metrics"]["policy/admitted_tokens"] > 0
+    assert sound["metrics"]["policy/route_agreement"] < 0.5
+    still = [n for n, w in sound["weights"].items() if torch.equal(w, seen["skipped_weights"][n])]
+    assert not still
+
+
+def test_routers_learn_from_routes_that_they_would_not_have_chosen(seen: dict[str, Any]) -> None:
+    gradients = seen["sound"]["router_gradients"]
+    assert len(gradients) == 2
+    assert min(gradients.values()) > 0
+
+
+def test_weight_decay_exempts_norms_and_biases_and_nothing_else(seen: dict[str, Any]) -> None:
+    exempt = sum(numel for multiplier, numel in seen["groups"] if multiplier == 0)
+    decayed = sum(numel for multiplier, numel in seen["groups"] if multiplier == 1)
+    assert exempt == seen["exempt_numel"] > 0
+    assert decayed == seen["all_numel"] - exempt
