@@ -109,7 +109,11 @@ class TrainerLoop:
             if self._update == 0:
                 record({"update": 0, "version": 0, **_sync_row(first), **self._evaluate("start")})
             while self._update < config.train.num_updates:
-                record(self._one_update())
+                row = self._one_update()
+                try:
+                    row |= self._evaluate_where_due()
+                finally:  # an interrupted evaluation does not cost the update's own metrics
+                    record(row)
                 self._checkpoints.poll()
                 if self._due(config.checkpoint.every):
                     self._checkpoints.begin(update=self._update, version=self._version, score=self._score)
@@ -169,16 +173,14 @@ class TrainerLoop:
         started = time.monotonic()
         batch = self._feed.next(self._version, lambda: bool(self._stop))
         report = self._train(batch)
+        self._update += 1  # from here on these are the weights, whatever becomes of their sync
         sync: SyncMetrics | None = None
         if report.stepped:
             self._version += 1
             sync = self._sync.push(self._version)
-        self._update += 1
         batch_id, version, stepped = batch.lease.batch_id, self._version, report.stepped
         from_rank_zero(lambda: self._client.commit(batch_id, version=version, stepped=stepped))
         seconds = time.monotonic() - started
-        every, total = self._config.evaluation.every, self._config.train.num_updates
-        evaluate = self._update == total or (every and self._update % every == 0)
         return {
             "update": self._update,
             "version": self._version,
@@ -194,7 +196,6 @@ class TrainerLoop:
             "time/probe": sync.probe_s if sync else 0.0,
             "time/update": seconds,
             "time/trainer_idle": batch.wait_s / seconds,
-            **(self._evaluate(f"update-{self._update}") if evaluate else {}),
         }
 
     def _train(self, batch: Batch) -> StepReport:
@@ -202,6 +203,10 @@ class TrainerLoop:
             self._policy.step.skip()
             return StepReport({}, 0.0, 0.0, stepped=False)
         return self._policy.step.update(batch.micro_batches, batch.constants)
+
+    def _evaluate_where_due(self) -> dict[str, float]:
+        last = self._update == self._config.train.num_updates
+        return self._evaluate(f"update-{self._update}") if last or self._due(self._config.evaluation.every) else {}
 
     def _evaluate(self, name: str) -> dict[str, float]:
         """Held-out metrics.

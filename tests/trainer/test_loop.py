@@ -1,0 +1,111 @@
+"""The trainer's loop around stand-ins for model, service and engines, in a world of one rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_fr.errors import SyncError
+from megatron_fr.observe.metrics import METRICS_FILE, read_metrics
+from megatron_fr.trainer.feed import Shutdown
+from megatron_fr.trainer.loop import TrainerLoop
+from megatron_fr.trainer.step import StepReport
+from megatron_fr.trainer.sync import SyncMetrics
+
+
+@pytest.fixture(autouse=True)
+def world_of_one(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Stop:
+    asked = False
+
+    def __bool__(self) -> bool:
+        return self.asked
+
+
+def make_loop(output: Path, *, evaluate_s: float = 0.0, broken_from: int = 10**9) -> Any:
+    """3 updates with an evaluation after each; the sync fails from version ``broken_from`` on."""
+    loop: Any = TrainerLoop.__new__(TrainerLoop)
+    loop._stop = Stop()
+    loop._first_rank = True
+    loop._update = loop._version = 0
+    loop._saved_hf, loop._score = -1, None
+    loop.saved = []
+    loop._config = SimpleNamespace(
+        output=output,
+        data=SimpleNamespace(eval="held-out.jsonl"),
+        train=SimpleNamespace(num_updates=3, skip_without_signal=True),
+        evaluation=SimpleNamespace(every=1),
+        checkpoint=SimpleNamespace(every=0, hf_every=0),
+    )
+
+    def evaluate(name: str) -> dict[str, float]:
+        if name == "update-2":
+            time.sleep(evaluate_s)
+        return {"reward": 0.5}
+
+    def push(version: int) -> SyncMetrics:
+        if version >= broken_from:
+            raise SyncError("an engine refused")
+        return SyncMetrics(0.1, 8, 0.1, None)
+
+    def next_batch(_version: int, should_stop: Any) -> Any:
+        if should_stop():
+            raise Shutdown
+        lease = SimpleNamespace(batch_id="b", metrics={"reward/mean": 0.25})
+        return SimpleNamespace(lease=lease, signal=True, micro_batches=[], constants=None, num_tokens=8, wait_s=0.0)
+
+    step = SimpleNamespace(update=lambda *_: StepReport({}, 0.1, 0.1, stepped=True), skip=lambda: None)
+    loop._policy = SimpleNamespace(step=step, save_hf=lambda folder: loop.saved.append(folder.name))
+    loop._client = SimpleNamespace(evaluate=evaluate, start=lambda _: None, commit=lambda *_, **__: None)
+    loop._sync = SimpleNamespace(push=push)
+    loop._feed = SimpleNamespace(next=next_batch)
+    loop._checkpoints = SimpleNamespace(poll=lambda: None, begin=lambda **_: None, finish=lambda: None)
+    return loop
+
+
+def test_an_interrupted_evaluation_does_not_cost_the_metrics_of_its_update(tmp_path: Path) -> None:
+    loop = make_loop(tmp_path, evaluate_s=1.5)
+    plain = loop._look_after
+
+    def look_after(pending: Any) -> Any:
+        loop._stop.asked = loop._update == 2
+        return plain(pending)
+
+    loop._look_after = look_after
+    assert loop.run().name == "update-000002"
+    rows = read_metrics(tmp_path / METRICS_FILE)
+    assert [row["update"] for row in rows] == [0, 1, 2]
+    assert [row.get("eval/reward") for row in rows] == [0.5, 0.5, None]
+    assert rows[2]["reward/mean"] == 0.25
+
+
+def test_an_evaluation_longer_than_one_turn_is_waited_for(tmp_path: Path) -> None:
+    loop = make_loop(tmp_path, evaluate_s=1.5)
+    assert loop.run().name == "update-000003"
+    assert [row["eval/reward"] for row in read_metrics(tmp_path / METRICS_FILE)] == [0.5] * 4
+
+
+def test_weights_that_reached_no_engine_are_saved_under_their_own_update(tmp_path: Path) -> None:
+    loop = make_loop(tmp_path, broken_from=2)
+    with pytest.raises(SyncError, match="an engine refused"):
+        loop.run()
+    assert loop.saved == ["update-000002"]
+
+
+def test_a_folder_of_an_earlier_run_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "update-000003").mkdir(parents=True)
+    loop = make_loop(tmp_path)
+    loop.run()
+    loop.save_hf()
+    assert loop.saved == ["update-000003"]  # written although it was there, and once
