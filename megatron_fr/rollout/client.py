@@ -94,8 +94,8 @@ class EngineClient:
     ) -> Completion:
         """Sample after ``input_ids``.
 
-        The prefix cache is keyed by the weight version, so that a request never reads keys and values that older
-        weights computed.
+        The prefix cache is keyed by :attr:`version`, so that a request reads no keys and values of weights older than
+        those; one sent between a sync and the trainer's commit still counts as the older version's.
 
         Args:
             routes_from: ask for routes, from this row on; None does not ask.
