@@ -159,6 +159,9 @@ class Supervisor:
                 time.sleep(1.0)
                 break
             time.sleep(_POLL_S)
+        if any(rank.poll() for rank in self._ranks) and self._service is not None and (self._service.poll() or 0) < 0:
+            # Killed by a signal: that explains why the ranks failed, who only know that nobody answers.
+            raise MegatronFRError(self._reason("rollout.log", "the rollout service", self._service))
         self._check_ranks()
         return 0
 
