@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -80,3 +81,29 @@ def prepare_process(device: Device) -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if "torch._dynamo.config" in sys.modules:  # imported earlier, so the variable comes too late
         setattr(sys.modules["torch._dynamo.config"], "disable", True)  # noqa: B010
+
+
+def split_gpus(visible: Sequence[str], *, trainer_ranks: int, engine_gpus: int) -> tuple[list[str], list[str]]:
+    """Share one machine's GPUs: the first ones for trainer ranks, the next for engines; none serves both.
+
+    Args:
+        visible: names as in ``CUDA_VISIBLE_DEVICES``.
+
+    Raises:
+        ConfigError: there are too few.
+    """
+    if trainer_ranks + engine_gpus > len(visible):
+        raise ConfigError(
+            f"parallel.world_size={trainer_ranks} trainer ranks and rollout.engines x rollout.engine_tensor = "
+            f"{engine_gpus} need {trainer_ranks + engine_gpus} GPUs on this machine, {len(visible)} are visible; lower "
+            "one of them, or start trainer and rollout service on machines of their own"
+        )
+    return list(visible[:trainer_ranks]), list(visible[trainer_ranks : trainer_ranks + engine_gpus])
+
+
+def visible_gpus() -> list[str]:
+    """This process's GPUs by the names that ``CUDA_VISIBLE_DEVICES`` takes."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name.strip() for name in named.split(",") if name.strip()]
+    return [str(index) for index in range(torch.cuda.device_count())]

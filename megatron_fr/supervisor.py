@@ -38,6 +38,7 @@ class Supervisor:
 
     Raises:
         MegatronFRError: the output folder cannot be written to.
+        ConfigError: there are too few GPUs for trainer and engines.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -51,6 +52,7 @@ class Supervisor:
             raise MegatronFRError(
                 f"output={str(config.output)!r}: {error.strerror}; free space or choose another folder"
             ) from error
+        self._rank_gpus, self._engine_gpus = _gpu_environments(config)
         self._signals = 0
         self._service: subprocess.Popen[bytes] | None = None
         self._ranks: list[subprocess.Popen[bytes]] = []
@@ -91,6 +93,7 @@ class Supervisor:
         self._service = self._spawn(
             ["-m", "megatron_fr.rollout", "--config", str(self._config_file), "--url-file", str(url_file), *restore],
             log="rollout.log",
+            environment=self._engine_gpus,
         )
         # Kept to the end: the ranks bind it only after their imports, while engines look for ports of their own.
         with lease_free_port("127.0.0.1") as rendezvous:
@@ -131,6 +134,7 @@ class Supervisor:
                     log=None if rank == 0 else f"trainer-{rank}.log",
                     stderr_log=f"trainer-{rank}.log",
                     environment={
+                        **self._rank_gpus,
                         "RANK": str(rank),
                         "LOCAL_RANK": str(rank),
                         "WORLD_SIZE": str(world),
@@ -240,6 +244,26 @@ class Supervisor:
 
     def _on_signal(self, *_: Any) -> None:
         self._signals += 1
+
+
+def _gpu_environments(config: RunConfig) -> tuple[dict[str, str], dict[str, str]]:
+    """What trainer ranks and the rollout service see of this machine's GPUs; nothing to say on a CPU.
+
+    Raises:
+        ConfigError: a GPU was asked for and there is none, or there are too few.
+    """
+    if config.device == "cpu":
+        return {}, {}
+    from megatron_fr.device import resolve_device, split_gpus, visible_gpus  # imports torch
+
+    if resolve_device(config.device).kind == "cpu":
+        return {}, {}
+    ranks, engines = split_gpus(
+        visible_gpus(),
+        trainer_ranks=config.parallel.world_size,
+        engine_gpus=config.rollout.engines * config.rollout.engine_tensor,
+    )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(ranks)}, {"CUDA_VISIBLE_DEVICES": ",".join(engines)}
 
 
 def _reason(log: Path, who: str, process: subprocess.Popen[bytes], start: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_fr.device import Device, resolve_device
+from megatron_fr.device import Device, resolve_device, split_gpus
 from megatron_fr.errors import ConfigError
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
@@ -34,3 +34,9 @@ def test_a_gpu_uses_nccl_and_may_use_local_layers() -> None:
     device = Device("cuda", torch.device("cuda", 0))
     assert device.collective_backend == "nccl"
     assert device.transformer_impl("local") == "local"
+
+
+def test_trainer_and_engines_on_one_machine_never_share_a_gpu() -> None:
+    assert split_gpus(["0", "2", "3", "5"], trainer_ranks=1, engine_gpus=2) == (["0"], ["2", "3"])
+    with pytest.raises(ConfigError, match="need 5 GPUs on this machine, 4 are visible"):
+        split_gpus(["0", "1", "2", "3"], trainer_ranks=4, engine_gpus=1)
