@@ -128,7 +128,7 @@ def build_micro_batch(
     An empty list gives one sequence without action tokens: its loss is 0 and still connected to the graph.
     """
     spans, total = _place(trajectories, layout)
-    columns, lengths = _columns(spans, total, layout)
+    columns, lengths = _columns(spans, layout)
     # Whole micro-batch first, [rows, positions] flattened; each rank then takes its columns.
     rows = 1 if layout.packed else len(spans)
     width = rows * total
@@ -176,10 +176,9 @@ def _place(trajectories: Sequence[Trajectory], layout: BatchLayout) -> tuple[lis
     return list(zip(starts, lengths, strict=True)), total
 
 
-def _columns(spans: Sequence[tuple[int, int]], total: int, layout: BatchLayout) -> tuple[torch.Tensor, list[int]]:
+def _columns(spans: Sequence[tuple[int, int]], layout: BatchLayout) -> tuple[torch.Tensor, list[int]]:
     """Indices of this rank's tokens in the flattened whole micro-batch, and how many of each sequence there are."""
     parts = [start + zigzag_positions(length, layout.context_rank, layout.context_size) for start, length in spans]
-    del total
     return torch.cat(parts), [len(part) for part in parts]
 
 
