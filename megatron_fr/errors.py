@@ -35,6 +35,10 @@ class SyncError(MegatronFRError):
     """Weights did not reach the engines, or what arrived is not what was sent."""
 
 
+class UpdateError(MegatronFRError):
+    """An update would have made the weights meaningless; it was not taken."""
+
+
 class RolloutEnded(MegatronFRError):
     """The rollout service stopped serving batches; the message carries its reason."""
 

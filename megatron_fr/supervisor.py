@@ -23,8 +23,8 @@ from megatron_fr.config import RunConfig, save_config
 from megatron_fr.errors import MegatronFRError
 from megatron_fr.observe.metrics import METRICS_FILE
 from megatron_fr.observe.report import report_run
+from megatron_fr.ports import lease_free_port
 from megatron_fr.rollout import spawn
-from megatron_fr.rollout.ports import lease_free_port
 
 _POLL_S = 0.1
 #: The rollout service ends its engines by itself within this time, or is killed with them.

@@ -20,7 +20,7 @@ import aiohttp
 import psutil
 
 from megatron_fr.errors import ConfigError, EngineError
-from megatron_fr.rollout.ports import PortLease, lease_free_port, lease_port
+from megatron_fr.ports import PortLease, lease_free_port, lease_port
 from megatron_fr.rollout.sglang_cpu import PLATFORM_NAME
 
 #: What the service decides; ``rollout.engine_args`` must not.

@@ -6,7 +6,6 @@ Trainer rank 0 and all engine ranks form one process group. Rank 0 announces eac
 from __future__ import annotations
 
 import json
-import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fr.errors import SyncError
+from megatron_fr.ports import free_port
 from megatron_fr.sync.buckets import Bucket, buckets
 from megatron_fr.sync.group import join_update_group
 
@@ -71,7 +71,7 @@ class WeightPublisher:
         Raises:
             SyncError: names the engines that did not join.
         """
-        port = _free_port(self._host)
+        port = free_port(self._host)
         world_size = 1 + len(self._engines) * self._engine_world_size
         joining = [
             self._post(
@@ -197,9 +197,3 @@ def _mark_last(items: Iterator[Bucket]) -> Iterator[tuple[Bucket, bool]]:
         previous = item
     if previous is not None:
         yield previous, True
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as s:
-        s.bind((host, 0))
-        return int(s.getsockname()[1])

@@ -15,6 +15,7 @@ import torch
 from megatron_fr.config.sections import ParallelConfig
 from megatron_fr.device import Device, prepare_process
 from megatron_fr.errors import ConfigError
+from megatron_fr.ports import free_port
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def bootstrap(environ: Mapping[str, str] = os.environ) -> RankInfo:
     ):
         if rank in environ and size in environ:
             return _from_mpi(environ, int(environ[rank]), int(environ[size]), environ.get(local))
-    return RankInfo(0, 1, 0, "127.0.0.1", _free_port())
+    return RankInfo(0, 1, 0, "127.0.0.1", free_port("127.0.0.1"))
 
 
 def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
@@ -92,7 +93,7 @@ def _from_mpi(environ: Mapping[str, str], rank: int, size: int, local: str | Non
         address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
         return RankInfo(rank, size, int(local or 0), address, port)
     if size == 1:
-        return RankInfo(0, 1, 0, "127.0.0.1", _free_port())
+        return RankInfo(0, 1, 0, "127.0.0.1", free_port("127.0.0.1"))
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -102,7 +103,7 @@ def _from_mpi(environ: Mapping[str, str], rank: int, size: int, local: str | Non
     world = MPI.COMM_WORLD
     if world.Get_size() != size:
         raise ConfigError(f"mpi4py sees {world.Get_size()} ranks, the launcher started {size}; both must use one MPI")
-    address, port = world.bcast((socket.gethostname(), _free_port()) if rank == 0 else None)
+    address, port = world.bcast((socket.gethostname(), free_port("0.0.0.0")) if rank == 0 else None)
     if local is None:
         local = str(world.Split_type(MPI.COMM_TYPE_SHARED).Get_rank())
     return RankInfo(rank, size, int(local), address, port)
@@ -162,9 +163,3 @@ def shutdown() -> None:
         sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

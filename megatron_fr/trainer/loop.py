@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_fr.checkpoints import set_aside
 from megatron_fr.config import RunConfig
 from megatron_fr.device import Device
-from megatron_fr.errors import CheckpointError, RolloutEnded, SyncError
+from megatron_fr.errors import CheckpointError, RolloutEnded, SyncError, UpdateError
 from megatron_fr.observe.metrics import MetricsWriter
 from megatron_fr.observe.progress import Progress
 from megatron_fr.trainer.checkpoint import TrainingCheckpoints
@@ -93,6 +93,7 @@ class TrainerLoop:
         Raises:
             CheckpointError: a checkpoint could not be written.
             RolloutEnded, SyncError: rollouts or engines failed for good; the weights so far were saved first.
+            UpdateError: a batch gave values that are not finite; the weights before it were saved first.
         """
         config = self._config
         writer = MetricsWriter(config.output) if self._first_rank else None
@@ -122,7 +123,7 @@ class TrainerLoop:
         except Shutdown:
             if self._first_rank:
                 print(f"asked to stop after update {self._update}: saving a checkpoint", flush=True)
-        except (RolloutEnded, SyncError):
+        except (RolloutEnded, SyncError, UpdateError):
             # Raised on every rank alike. The service may be gone, and with it what a training checkpoint needs of it.
             if self._update:
                 folder = self.save_hf()

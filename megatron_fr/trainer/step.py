@@ -22,6 +22,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_fr.algorithm.stats import MAX_NAMES, SUM_NAMES, LossStats, policy_metrics
+from megatron_fr.errors import UpdateError
 from megatron_fr.trainer.batch import MicroBatch
 from megatron_fr.trainer.head import HeadTask, LogprobHead
 from megatron_fr.trainer.objective import BatchConstants, Objective
@@ -61,6 +62,10 @@ class TrainStep:
         """Forward and backward over this rank's micro-batches, then one optimizer step.
 
         Every rank passes the same number of micro-batches.
+
+        Raises:
+            UpdateError: a log-probability, ratio or gradient of some rank is not finite. Raised on every rank, before
+                weights and moments change.
         """
         started = time.monotonic()
         for chunk in self.chunks:
@@ -136,7 +141,11 @@ class TrainStep:
         self, batch: MicroBatch, output: tuple[torch.Tensor, torch.Tensor], *, constants: BatchConstants, scale: int
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         logprobs, entropy = output
-        loss, stats = self.objective.loss(batch, logprobs, entropy, constants)
+        try:
+            loss, stats = self.objective.loss(batch, logprobs, entropy, constants)
+        except FloatingPointError as error:
+            # The other ranks are in the middle of their schedules: finish with them, then fail together.
+            return logprobs.sum() * 0, {"fault": str(error)}
         entropy_sum = torch.where(batch.action_mask, entropy, 0).double().sum()
         report = {"loss": loss.detach().double(), "entropy_sum": entropy_sum, "stats": stats}
         return loss * scale, report
@@ -151,8 +160,15 @@ class TrainStep:
         """Combine micro-batches and ranks.
 
         Only the last pipeline stage has results, TP ranks hold the same, and context ranks parts of the same rows.
+
+        Raises:
+            UpdateError: some rank met a value that is not finite.
         """
         device = next(self.chunks[0].parameters()).device
+        faults = [result["fault"] for result in results if "fault" in result]
+        if not faults and not self._gradients_finite():
+            faults = ["a gradient is not finite; check the weights, or lower optimizer.lr"]
+        results = [result for result in results if "fault" not in result]
         counts = bool(results) and parallel_state.get_tensor_model_parallel_rank() == 0
         count_rows = parallel_state.get_context_parallel_rank() == 0
         sums = torch.zeros(len(SUM_NAMES) + 2, dtype=torch.float64, device=device)
@@ -165,13 +181,28 @@ class TrainStep:
                 maxima = torch.maximum(maxima, stats.maxima().to(device))
         # Without sequence parallelism every TP rank routes the same tokens; the share is unchanged by the repetition.
         routes = self._routes.to(device)
-        sums = torch.cat([sums, routes])
+        sums = torch.cat([sums, routes, routes.new_tensor([len(faults)])])
         dist.all_reduce(sums)
+        if sums[-1]:
+            raise UpdateError(_first_fault(faults))
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        loss, entropy, agreeing, counted = sums[len(SUM_NAMES) :].tolist()
+        loss, entropy, agreeing, counted, _faults = sums[len(SUM_NAMES) :].tolist()
         metrics = policy_metrics(sums[: len(SUM_NAMES)], maxima)
         metrics["policy/entropy"] = entropy / max(constants.action_tokens, 1)
         metrics["train/loss"] = loss
         if counted:
             metrics["policy/route_agreement"] = agreeing / counted
         return metrics
+
+    def _gradients_finite(self) -> bool:
+        buffers = [b for chunk in self.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        # A sum keeps any NaN or infinity, and needs no mask of the buffer's size.
+        return all(bool(buffer.grad_data.sum().isfinite()) for buffer in buffers)
+
+
+def _first_fault(faults: list[str]) -> str:
+    """The message of the lowest rank that has one, on every rank."""
+    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, faults)
+    rank, message = next((rank, messages[0]) for rank, messages in enumerate(gathered) if messages)
+    return f"update refused, weights unchanged; trainer rank {rank}: {message}"

@@ -1,4 +1,4 @@
-"""What the rank of the update's pitfall tests does: whole updates with the trainer's own pieces."""
+"""What the ranks of the update's pitfall tests do: whole updates with the trainer's own pieces."""
 
 from __future__ import annotations
 
@@ -115,5 +115,70 @@ def observe_updates(folder: Path) -> dict[str, Any]:
     ]
     answer["exempt_numel"] = sum(p.numel() for p in step.chunks[0].parameters() if p.ndim == 1)
     answer["all_numel"] = sum(p.numel() for p in step.chunks[0].parameters())
+    parallel_state.destroy_model_parallel()
+    return answer
+
+
+def observe_faults(folder: Path) -> dict[str, Any]:
+    """Two data-parallel ranks; only the second one's data or gradients go wrong.
+
+    Returns:
+        by kind of fault: the error on this rank, and whether every weight is what it was.
+    """
+    from megatron_fr.device import resolve_device
+    from megatron_fr.errors import UpdateError
+    from megatron_fr.trainer import distributed
+
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": str(folder), "dtype": "float32"},
+            "parallel": {"world_size": 2},
+            "train": {"num_updates": 4, "batch_size": 6, "micro_batch_size": 2},
+            "algorithm": {"name": "flash_reinforce", "admission": "off"},
+            "optimizer": {"lr": 1e-2, "schedule": "constant", "warmup_fraction": 0.0},
+            "reward": {"function": "unused:unused"},
+            "data": {"train": "unused.jsonl"},
+        }
+    )
+    device = resolve_device("cpu")
+    rank = distributed.initialize(config.parallel, device, seed=1, timeout_s=60).rank
+    from megatron.core import parallel_state
+
+    from megatron_fr.trainer.batch import build_micro_batch
+    from megatron_fr.trainer.objective import BatchConstants
+    from megatron_fr.trainer.policy import build_policy
+
+    policy = build_policy(config, device)
+    step, shape = policy.step, policy.route_shape
+    assert shape is not None
+    sizes = (policy.hf_config.vocab_size, shape.num_layers, shape.top_k, shape.num_experts)
+
+    def weights() -> list[torch.Tensor]:
+        return [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()]
+
+    def attempt(behavior: float) -> dict[str, Any]:
+        made = make_batch(*sizes, behavior=behavior)
+        batches = [
+            build_micro_batch([made[i] for i in part], [0.5] * len(part), layout=policy.layout, route_shape=shape)
+            for part in ([0, 1], [2, 3])
+        ]
+        before = weights()
+        message = ""
+        try:
+            step.update(batches, BatchConstants(8, 100))
+        except UpdateError as error:
+            message = str(error)
+        return {"error": message, "unchanged": all(map(torch.equal, before, weights()))}
+
+    answer = {"ratio": attempt(-200.0 if rank == 1 else -1.0)}
+    poison = next(iter(policy.chunks[0].parameters())).register_hook(
+        lambda grad: grad * float("nan") if rank == 1 else grad
+    )
+    answer["gradient"] = attempt(-1.0)
+    poison.remove()
+    answer["sound"] = attempt(-1.0)
+    with torch.no_grad():
+        policy.chunks[0].decoder.final_layernorm.weight.fill_(float("nan"))
+    answer["weights"] = attempt(-1.0)
     parallel_state.destroy_model_parallel()
     return answer

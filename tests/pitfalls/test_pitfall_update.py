@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from parallel_launch import run_ranks
-from pitfall_ranks import observe_updates
+from pitfall_ranks import observe_faults, observe_updates
 
 from megatron_fr.tiny import make_untrained
 
@@ -59,3 +60,20 @@ def test_weight_decay_exempts_norms_and_biases_and_nothing_else(seen: dict[str, 
     decayed = sum(numel for multiplier, numel in seen["groups"] if multiplier == 1)
     assert exempt == seen["exempt_numel"] > 0
     assert decayed == seen["all_numel"] - exempt
+
+
+def test_a_value_that_is_not_finite_on_one_rank_ends_the_update_on_all_before_weights_move(tmp_path: Path) -> None:
+    folder = make_untrained(tmp_path / "moe", family="qwen3_moe")
+    first, second = run_ranks(observe_faults, 2, folder=folder)
+    assert first["ratio"]["error"] == second["ratio"]["error"]
+    assert "trainer rank 1: row 0" in first["ratio"]["error"]
+    assert "importance ratio overflows" in first["ratio"]["error"]
+    assert "a gradient is not finite" in first["gradient"]["error"]
+    assert first["gradient"]["error"] == second["gradient"]["error"]
+    assert "non-finite log-probability" in first["weights"]["error"]
+    for answer in (first, second):
+        assert answer["ratio"]["unchanged"]
+        assert answer["gradient"]["unchanged"]
+        # The faults leave nothing behind: the next sound batch is an ordinary update.
+        assert not answer["sound"]["error"]
+        assert not answer["sound"]["unchanged"]

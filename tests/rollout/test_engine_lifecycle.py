@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from megatron_fr.errors import ConfigError, EngineError
+from megatron_fr.ports import lease_free_port, lease_port
 from megatron_fr.rollout.engine import Engine, EngineSpec, server_args
 from megatron_fr.rollout.fleet import Fleet
-from megatron_fr.rollout.ports import lease_free_port, lease_port
 from megatron_fr.trajectory import ModelLimits
 
 Spec = Callable[..., EngineSpec]
@@ -75,7 +75,7 @@ def test_two_runs_never_get_the_same_port() -> None:
     try:
         assert len({lease.port for lease in leases}) == 50
         # Another process respects a lease although nothing listens on the port yet.
-        code = f"from megatron_fr.rollout.ports import lease_port; lease_port('127.0.0.1', {leases[0].port}, 'x=1')"
+        code = f"from megatron_fr.ports import lease_port; lease_port('127.0.0.1', {leases[0].port}, 'x=1')"
         other = subprocess.run(
             [sys.executable, "-c", code],
             env={**os.environ, "PYTHONPATH": str(ROOT)},

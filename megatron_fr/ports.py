@@ -56,6 +56,16 @@ def lease_free_port(host: str) -> PortLease:
     raise EngineError(f"no free port found on {host} between {_LOW} and {high}; set rollout.engine_port to a free one")
 
 
+def free_port(host: str) -> int:
+    """A free port for a server that binds it at once.
+
+    Raises:
+        EngineError: none was found.
+    """
+    with lease_free_port(host) as lease:
+        return lease.port
+
+
 def lease_port(host: str, port: int, field: str) -> PortLease:
     """Reserve one given port.
 
