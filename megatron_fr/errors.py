@@ -43,5 +43,9 @@ class RolloutEnded(MegatronFRError):
     """The rollout service stopped serving batches; the message carries its reason."""
 
 
+class RequestFailed(RolloutEnded):
+    """One request to the rollout service failed or was not answered in time; the service itself may go on."""
+
+
 class CheckpointError(MegatronFRError):
     """A training checkpoint cannot be written, read, or continued with this configuration."""

@@ -74,6 +74,7 @@ def test_a_typo_is_an_error_that_names_the_field_meant(load, override, remedy):
         (["algorithm.group_size=4"], "algorithm.advantage='batch_mean' with algorithm.group_size=4"),
         (["algorithm=grpo", "train.batch_size=12"], "train.batch_size=12 is not a multiple of algorithm.group_size=8"),
         (["rollout.max_new_tokens=8192"], "leaves no room for a prompt in rollout.max_context=8192"),
+        (["sync.probe_tokens=8192"], "leaves no room for a prompt in rollout.max_context=8192; lower the first"),
         (["parallel.world_size=6", "parallel.tensor=4"], "not a multiple of tensor x pipeline x context = 4"),
         (["parallel.world_size=2", "parallel.expert=4"], "not a multiple of expert x expert_tensor x pipeline = 4"),
         (["parallel.world_size=32"], "train.batch_size=16 gives some of the 32 data-parallel ranks no trajectory"),

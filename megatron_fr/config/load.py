@@ -62,6 +62,11 @@ class RunConfig(Section):
                 f"train.batch_size={self.train.batch_size} gives some of the {self.parallel.data} data-parallel ranks "
                 "no trajectory; raise it or use fewer ranks"
             )
+        if self.sync.probe_tokens >= self.rollout.max_context:
+            raise ValueError(
+                f"sync.probe_tokens={self.sync.probe_tokens} leaves no room for a prompt in "
+                f"rollout.max_context={self.rollout.max_context}; lower the first or raise the second"
+            )
         return self
 
     @property

@@ -141,6 +141,12 @@ class TrainConfig(Section):
     routing_replay: Literal["off", "rollout", "record"] = Field(
         "rollout", description="rollout: replay the engine's routes (R3); record: the trainer's own, in recomputation"
     )
+    replay_check_every: int = Field(
+        0,
+        ge=0,
+        description="updates between forwards with the live router that measure what replay changes; each takes about "
+        "a third of an update's forward and backward; 0: none",
+    )
     recompute: Literal["off", "selective", "full"] = Field(
         "off", description="activation recomputation; selective: of the attention's core only"
     )

@@ -74,7 +74,7 @@ def summarise(by_prompt: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
     """Metrics of trajectories grouped by prompt (every group at least one).
 
     ``reward`` is avg@k: the mean over prompts of the mean reward. ``pass`` is pass@k: the share of prompts with at
-    least one trajectory that passed.
+    least one trajectory that passed. A named part of the reward is averaged over the trajectories that have it.
     """
     flat = [t for group in by_prompt for t in group]
     metrics = {
@@ -87,5 +87,5 @@ def summarise(by_prompt: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
         "action_tokens": float(np.mean([t.num_action_tokens for t in flat])),
     }
     for part in sorted({name for t in flat for name in t.reward_parts} - set(metrics)):
-        metrics[part] = float(np.mean([t.reward_parts.get(part, 0.0) for t in flat]))
+        metrics[part] = float(np.mean([t.reward_parts[part] for t in flat if part in t.reward_parts]))
     return metrics

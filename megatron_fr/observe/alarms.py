@@ -37,7 +37,7 @@ def _first(reference: float, _: float) -> float:
 
 
 class Alarms:
-    """Watches tool calls, entropy, truncation, admission and the log-probability difference."""
+    """Watches tool calls, entropy, truncation, admission, the log-probability difference and routing replay."""
 
     def __init__(self) -> None:
         self._watches = [
@@ -69,6 +69,12 @@ class Alarms:
                 "trajectory/truncated",
                 "{mean:.0%} of the trajectories are cut off",
                 lambda mean, first: mean > 0.5 and mean > first + 0.1,
+                _first,
+            ),
+            _Watch(
+                "rollout/routes_missing",
+                "routing replay: {mean:.1f} trajectories a batch have no usable routes and take the live router",
+                lambda mean, _: mean >= 1,
                 _first,
             ),
         ]

@@ -111,8 +111,13 @@ def _trust_region(axes: Any, rows: list[Row]) -> None:
 def _drift(axes: Any, rows: list[Row]) -> None:
     axes.set_title("Log-probability difference, trainer against engines")
     _smoothed(axes, rows, "policy/logprob_diff", "training batch", BLUE)
+    updates, values = series(rows, "policy/logprob_diff_without_replay")
+    if updates:
+        axes.plot(
+            updates, values, "o--", color=RED, markersize=5, linewidth=1, label="without routing replay", zorder=5
+        )
     _smoothed(axes, rows, "sync/probe_logprob_diff", "right after a sync", ORANGE)
-    _log(axes, rows, "policy/logprob_diff", "sync/probe_logprob_diff")
+    _log(axes, rows, "policy/logprob_diff", "policy/logprob_diff_without_replay", "sync/probe_logprob_diff")
     axes.set_ylabel("mean |difference|, nats")
 
 

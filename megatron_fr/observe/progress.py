@@ -52,6 +52,9 @@ class Progress:
             if row.get("eval/reward") is not None:
                 parts.append(f"held-out reward {show('eval/reward', '{:.3f}')}")
             return " | ".join(parts)
+        without_replay = ""
+        if row.get("policy/logprob_diff_without_replay") is not None:
+            without_replay = f" ({show('policy/logprob_diff_without_replay', '{:.1e}')} without replay)"
         parts = [
             head,
             f"reward {show('reward/mean', '{:.3f}')}",
@@ -59,7 +62,7 @@ class Progress:
             f"lag {show('lag/mean', '{:.1f}')} (max {show('lag/max', '{:.0f}')})",
             f"admitted {show('policy/admitted', '{:.1%}')}",
             f"KL {show('policy/kl_mean', '{:.1e}')}",
-            f"logprob diff {show('policy/logprob_diff', '{:.1e}')}",
+            f"logprob diff {show('policy/logprob_diff', '{:.1e}')}{without_replay}",
             f"tokens/s {generated} generated, {trained} trained",
             f"{show('time/update', '{:.1f}')} s",
             f"{self._left(number)} left",

@@ -73,7 +73,9 @@ def _facts(rows: list[Row]) -> list[tuple[str, str]]:
         ("admitted", _mean(rows, "policy/admitted", "{:.2%}")),
         ("sequence KL", _mean_and_max(rows, "policy/kl_mean", "policy/kl_max", "{:.1e}", "{:.1e}")),
         ("log-prob. difference", _mean(rows, "policy/logprob_diff", "{:.1e}")),
+        ("  without replay", _mean(rows, "policy/logprob_diff_without_replay", "{:.1e}")),
         ("  right after a sync", _mean(rows, "sync/probe_logprob_diff", "{:.1e}")),
+        ("routes missing", _routes_missing(rows)),
         ("tokens a second", _throughput(rows)),
         ("time split", _time_split(rows)),
         ("non-finite values", _non_finite(rows)),
@@ -118,6 +120,11 @@ def _time_split(rows: list[Row]) -> str:
     names = ("wait", "forward_backward", "optimizer", "sync")
     shares = [(name.replace("_", " and "), sum(series(rows, f"time/{name}")[1]) / whole) for name in names]
     return ", ".join(f"{name} {share:.0%}" for name, share in shares)
+
+
+def _routes_missing(rows: list[Row]) -> str:
+    total = sum(series(rows, "rollout/routes_missing")[1])
+    return f"{total:.0f} trajectories took the live router" if total else ""
 
 
 def _non_finite(rows: list[Row]) -> str:

@@ -121,13 +121,14 @@ class Endpoints:
         async with self._leasing:
             while True:
                 self._raise_failure()
+                seen = self._parts.pool.finished
                 batch = self._parts.queue.lease(body["version"])
                 if batch is not None:
                     return web.json_response(self._leased(batch))
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return web.Response(status=204)
-                arrival = asyncio.ensure_future(self._parts.pool.wait_arrival())
+                arrival = asyncio.ensure_future(self._parts.pool.wait_arrival(seen))
                 waited_for: set[asyncio.Future[Any]] = {arrival, self._parts.failure}
                 try:
                     await asyncio.wait(waited_for, timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -214,7 +215,11 @@ class Endpoints:
             probe=True,
         )
         session.observe(self._encode_prompt(prompt)[: self._parts.player.limits.max_context - max_tokens])
-        generation = await session.generate(stop_token_ids=[])
+        try:
+            generation = await session.generate(stop_token_ids=[])
+        except EngineError as error:
+            # One failed request: the trainer may try again. If the engine died, it learns that then.
+            raise web.HTTPBadGateway(text=json.dumps({"error": str(error)}), content_type="application/json") from error
         trajectory = session.finish(
             Outcome((), generation.finish_reason, 1),
             trajectory_id="probe",
@@ -262,7 +267,8 @@ def _bad_request(reason: str) -> web.HTTPBadRequest:
 
 @web.middleware
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """410: the run is over; 404: no such trajectory or engine; 400: the request makes no sense here; 500: a bug."""
+    """410: the run is over; 404: no such trajectory; 400: the request makes no sense here; 502: the engine failed it;
+    500: a bug."""
     try:
         return await handler(request)
     except web.HTTPException as error:

@@ -12,8 +12,9 @@ from megatron_fr.trajectory import Trajectory
 def batch_metrics(trajectories: Sequence[Trajectory], lags: Sequence[int] = ()) -> dict[str, float]:
     """Metrics of at least one trajectory.
 
-    Rewards and their parts, tool use, truncation, lengths (``N`` and action tokens), lags in versions, and the shares
-    of time that trajectories waited for a runner, generated, and waited for tools.
+    Rewards and their parts, tool use, truncation, lengths (``N`` and action tokens), how many trajectories have no
+    usable routes although routes were asked for (they take the live router), lags in versions, and the shares of time
+    that trajectories waited for a runner, generated, and waited for tools.
     """
     lengths = [len(t) for t in trajectories]
     metrics = {
@@ -25,7 +26,7 @@ def batch_metrics(trajectories: Sequence[Trajectory], lags: Sequence[int] = ()) 
         "trajectory/tokens_p99": float(np.percentile(lengths, 99)),
         "trajectory/action_tokens_mean": _mean([t.num_action_tokens for t in trajectories]),
         "trajectory/turns": _mean([t.num_turns for t in trajectories]),
-        "rollout/routes_missing": float(sum(t.routed_experts is None for t in trajectories)),
+        "rollout/routes_missing": float(sum(t.route_error is not None for t in trajectories)),
     }
     for part in sorted({name for t in trajectories for name in t.reward_parts} - {"reward", "mean"}):
         values = [t.reward_parts[part] for t in trajectories if part in t.reward_parts]

@@ -63,6 +63,11 @@ class RunnerPool:
         runners: concurrent trajectories.
         group_size: rollouts of one prompt, let in together.
         on_fatal: called once with the reason when the run cannot go on.
+
+    Attributes:
+        in_flight: trajectories under way.
+        finished: trajectories that have reached the queue.
+        refused: trajectories that the queue or the episode refused.
     """
 
     def __init__(
@@ -127,10 +132,11 @@ class RunnerPool:
         """The gate may have opened."""
         self._opened.set()
 
-    async def wait_arrival(self) -> None:
-        """Return after the next trajectory reached the queue."""
-        self._arrived.clear()
-        await self._arrived.wait()
+    async def wait_arrival(self, seen: int) -> None:
+        """Return once :attr:`finished` is above ``seen``, its value when the queue was last looked at."""
+        while self.finished <= seen:
+            self._arrived.clear()
+            await self._arrived.wait()
 
     async def _work(self) -> None:
         while True:

@@ -14,6 +14,8 @@ from megatron_fr.rollout.engine import EngineSpec
 from megatron_fr.trajectory import ModelLimits
 
 _ANY_ADDRESS = ("0.0.0.0", "::", "")
+#: Of an engine, above its share: for the probe after a sync, and for requests given up here that still run there.
+_SPARE_SLOTS = 4
 
 
 def load_hf_config(path: str) -> Any:
@@ -88,8 +90,9 @@ def engine_specs(config: RunConfig, device: Device, limits: ModelLimits) -> list
                 f"rollout.engines={rollout.engines} x rollout.engine_tensor={rollout.engine_tensor} need {needed} "
                 f"GPUs, {visible} are visible; start fewer engines, or show the rollout service more GPUs"
             )
-    # One engine may get more than its share while others are slow; evaluation runs beside the rollouts.
-    share = -(-rollout.runners // rollout.engines)
+    # An evaluation has as many trajectories under way as the runners, beside them.
+    beside = 1 if config.data.eval is None else 2
+    share = -(-beside * rollout.runners // rollout.engines)
     return [
         EngineSpec(
             model_path=config.model.path,
@@ -101,7 +104,7 @@ def engine_specs(config: RunConfig, device: Device, limits: ModelLimits) -> list
             index=index,
             tensor=rollout.engine_tensor,
             max_context=rollout.max_context,
-            max_running=max(64, share),
+            max_running=max(64, share + _SPARE_SLOTS),
             return_routes=wants_routes(config, limits),
             seed=config.seed + index,
             start_timeout_s=rollout.start_timeout_s,

@@ -44,8 +44,9 @@ def main() -> int:
 
         stop = StopRequest()
         info = initialize(config.parallel, device, config.seed, timeout_s=config.sync.timeout_s)
-        service_url = _service_url(arguments.service, stop)
+        service_url = find_service(arguments.service, stop)
         if service_url is None:
+            shutdown()
             return 0
         loop = TrainerLoop(config, device, info, service_url, stop, _resume(config, arguments.resume))
         checkpoint = loop.run()
@@ -62,15 +63,27 @@ def main() -> int:
     return 0
 
 
-def _service_url(given: str, stop: StopRequest) -> str | None:
-    """The service's address, waited for where a file will hold it; None when asked to stop meanwhile."""
+def find_service(given: str, stop: StopRequest) -> str | None:
+    """The service's address, waited for where a file will hold it; None when rank 0 was asked to stop meanwhile.
+
+    A collective, and the same on every rank: one that left alone would be waited for by the others.
+    """
+    from megatron_fr.trainer.feed import from_rank_zero
+
+    def look() -> tuple[bool, str | None]:
+        if stop:
+            return True, None
+        if Path(given).exists():
+            return False, Path(given).read_text().strip()
+        time.sleep(0.1)
+        return False, None
+
     if "://" in given:
         return given
-    while not Path(given).exists():
-        if stop:
-            return None
-        time.sleep(0.1)
-    return Path(given).read_text().strip()
+    stopped, url = False, None
+    while not stopped and url is None:
+        stopped, url = from_rank_zero(look)
+    return url
 
 
 def _resume(config: RunConfig, given: str | None) -> Path | None:

@@ -9,11 +9,13 @@ from typing import Any
 
 import httpx
 
-from megatron_fr.errors import RolloutEnded
+from megatron_fr.errors import RequestFailed, RolloutEnded
 from megatron_fr.trajectory import Trajectory, decode
 
 #: They travel in the request line, which the service's HTTP server limits to 8 KiB.
 _IDS_PER_REQUEST = 256
+_PROBE_ATTEMPTS = 3
+_PROBE_PAUSE_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -97,11 +99,26 @@ class RolloutClient:
         """Run the held-out evaluation and wait for it."""
         return self._call("POST", "/evaluate", {"name": name}, timeout_s=timeout_s).json()["metrics"]
 
-    def probe(self, engine: str, *, max_tokens: int) -> Trajectory:
-        """A fresh trajectory that ``engine`` generates with the weights it holds now."""
+    def probe(self, engine: str, *, max_tokens: int, timeout_s: float) -> Trajectory:
+        """A fresh trajectory that ``engine`` generates with the weights it holds now.
+
+        Args:
+            timeout_s: of all attempts together; a probe changes nothing, so that it may be repeated.
+
+        Raises:
+            RequestFailed: every attempt failed; the message carries the last reason.
+            RolloutEnded: the service cannot go on.
+        """
         body = {"engine": engine, "max_tokens": max_tokens}
-        # A full engine takes it only when one of its generations has ended.
-        return decode(self._call("POST", "/probe", body, timeout_s=300.0).content)[0]
+        for attempt in range(1, _PROBE_ATTEMPTS + 1):
+            try:
+                answer = self._call("POST", "/probe", body, timeout_s=timeout_s / _PROBE_ATTEMPTS)
+                return decode(answer.content)[0]
+            except RequestFailed as error:
+                if attempt == _PROBE_ATTEMPTS:
+                    raise RequestFailed(f"engine {engine} answered none of {attempt} probes; last: {error}") from error
+            time.sleep(_PROBE_PAUSE_S)
+        raise AssertionError("unreachable")
 
     def _call(
         self,
@@ -123,9 +140,10 @@ class RolloutClient:
                     raise RolloutEnded(f"rollout service {self.url} is gone: {error}") from error
                 time.sleep(0.2)
             except httpx.HTTPError as error:
-                raise RolloutEnded(f"rollout service {self.url}{path}: {type(error).__name__}: {error}") from error
+                raise RequestFailed(f"rollout service {self.url}{path}: {type(error).__name__}: {error}") from error
         if response.status_code >= 400:
-            raise RolloutEnded(_reason(response) or f"rollout service {self.url}{path}: HTTP {response.status_code}")
+            reason = _reason(response) or f"rollout service {self.url}{path}: HTTP {response.status_code}"
+            raise RolloutEnded(reason) if response.status_code == 410 else RequestFailed(reason)
         return response
 
 

@@ -203,7 +203,9 @@ class TrainerLoop:
         if not batch.signal and self._config.train.skip_without_signal:
             self._policy.step.skip()
             return StepReport({}, 0.0, 0.0, stepped=False)
-        return self._policy.step.update(batch.micro_batches, batch.constants)
+        every = self._config.train.replay_check_every
+        check = every > 0 and (self._update + 1) % every == 0
+        return self._policy.step.update(batch.micro_batches, batch.constants, check_replay=check)
 
     def _evaluate_where_due(self) -> dict[str, float]:
         last = self._update == self._config.train.num_updates

@@ -28,6 +28,9 @@ from megatron_fr.trainer.head import HeadTask, LogprobHead
 from megatron_fr.trainer.objective import BatchConstants, Objective
 from megatron_fr.trainer.routing_replay import RoutingReplay
 
+#: Means over the action tokens; the order of :func:`replay_differences`.
+REPLAY_DIFFERENCES = ("policy/logprob_diff_without_replay", "policy/replay_logprob_change")
+
 
 @dataclass(frozen=True)
 class StepReport:
@@ -58,22 +61,35 @@ class TrainStep:
     forwards: int = field(default=0, init=False)
     _routes: torch.Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64), init=False)
 
-    def update(self, batches: Sequence[MicroBatch], constants: BatchConstants) -> StepReport:
+    def update(
+        self, batches: Sequence[MicroBatch], constants: BatchConstants, *, check_replay: bool = False
+    ) -> StepReport:
         """Forward and backward over this rank's micro-batches, then one optimizer step.
 
         Every rank passes the same number of micro-batches.
+
+        Args:
+            check_replay: where routes are replayed, run a forward with the live router first, to measure what replay
+                changes.
 
         Raises:
             UpdateError: a log-probability, ratio or gradient of some rank is not finite. Raised on every rank, before
                 weights and moments change.
         """
         started = time.monotonic()
+        live = self._live_logprobs(batches) if check_replay and batches[0].routes is not None else None
+        replay_check_s = time.monotonic() - started
+
+        started = time.monotonic()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         scale = parallel_state.get_data_parallel_world_size() * len(batches)
-        results = self._run(batches, partial(self._training_loss, constants=constants, scale=scale), train=True)
-        metrics = self._reduce(results, constants)
+        loss = partial(self._training_loss, constants=constants, scale=scale)
+        results = self._run(batches, loss, train=True, actions_only=True)
+        metrics = self._reduce(batches, results, live, constants)
+        if live is not None:
+            metrics["time/replay_check"] = replay_check_s
         forward_backward_s = time.monotonic() - started
 
         started = time.monotonic()
@@ -95,16 +111,33 @@ class TrainStep:
         """Log-probabilities float32 ``[r, c]`` of each micro-batch's targets; empty off the last pipeline stage."""
         return [r["logprobs"] for r in self._run(batches, self._inference_loss, train=False)]
 
-    def _run(self, batches: Sequence[MicroBatch], loss: Callable[..., Any], *, train: bool) -> list[dict[str, Any]]:
+    @torch.no_grad()
+    def _live_logprobs(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """As :meth:`logprobs`, of action tokens only (0 elsewhere), with the experts that the live router chooses."""
+        results = self._run(batches, self._inference_loss, train=False, actions_only=True, live=True)
+        if batches[0].tokens.is_cuda:
+            torch.cuda.synchronize()  # or its time would count as the training forward's
+        return [r["logprobs"] for r in results]
+
+    def _run(
+        self,
+        batches: Sequence[MicroBatch],
+        loss: Callable[..., Any],
+        *,
+        train: bool,
+        actions_only: bool = False,
+        live: bool = False,
+    ) -> list[dict[str, Any]]:
+        """Walk the schedule once; results of ``loss`` by micro-batch on the last pipeline stage, else none."""
         if self.replay is not None:
-            self.replay.begin([b.routes for b in batches])
+            self.replay.begin([None if live else b.routes for b in batches])
         for chunk in self.chunks:
             chunk.train(train)
         # One iterator a chunk: an interleaved schedule walks the batch once for each.
         iterators = [iter(batches) for _ in self.chunks]
         try:
             results = get_forward_backward_func()(
-                forward_step_func=partial(self._forward, loss=loss, actions_only=train),
+                forward_step_func=partial(self._forward, loss=loss, actions_only=actions_only),
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=list(self.chunks),
                 num_microbatches=len(batches),
@@ -147,7 +180,12 @@ class TrainStep:
             # The other ranks are in the middle of their schedules: finish with them, then fail together.
             return logprobs.sum() * 0, {"fault": str(error)}
         entropy_sum = torch.where(batch.action_mask, entropy, 0).double().sum()
-        report = {"loss": loss.detach().double(), "entropy_sum": entropy_sum, "stats": stats}
+        report = {
+            "loss": loss.detach().double(),
+            "entropy_sum": entropy_sum,
+            "stats": stats,
+            "logprobs": logprobs.detach(),
+        }
         return loss * scale, report
 
     def _inference_loss(
@@ -156,7 +194,13 @@ class TrainStep:
         logprobs, _entropy = output
         return logprobs.new_zeros(()), {"logprobs": logprobs}
 
-    def _reduce(self, results: Sequence[dict[str, Any]], constants: BatchConstants) -> dict[str, float]:
+    def _reduce(
+        self,
+        batches: Sequence[MicroBatch],
+        results: Sequence[dict[str, Any]],
+        live: Sequence[torch.Tensor] | None,
+        constants: BatchConstants,
+    ) -> dict[str, float]:
         """Combine micro-batches and ranks.
 
         Only the last pipeline stage has results, TP ranks hold the same, and context ranks parts of the same rows.
@@ -180,18 +224,25 @@ class TrainStep:
                 sums += torch.cat([stats.sums(count_rows), extra]).to(device)
                 maxima = torch.maximum(maxima, stats.maxima().to(device))
         # Without sequence parallelism every TP rank routes the same tokens; the share is unchanged by the repetition.
-        routes = self._routes.to(device)
-        sums = torch.cat([sums, routes, routes.new_tensor([len(faults)])])
+        parts = [sums, self._routes.to(device)]
+        if live is not None:
+            check = torch.zeros(2, dtype=torch.float64)
+            if counts and not faults:
+                check = replay_differences(batches, live, [result["logprobs"] for result in results])
+            parts.append(check.to(device))
+        sums = torch.cat([*parts, sums.new_tensor([len(faults)])])
         dist.all_reduce(sums)
         if sums[-1]:
             raise UpdateError(_first_fault(faults))
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        loss, entropy, agreeing, counted, _faults = sums[len(SUM_NAMES) :].tolist()
+        loss, entropy, agreeing, counted, *differences, _faults = sums[len(SUM_NAMES) :].tolist()
         metrics = policy_metrics(sums[: len(SUM_NAMES)], maxima)
         metrics["policy/entropy"] = entropy / max(constants.action_tokens, 1)
         metrics["train/loss"] = loss
         if counted:
             metrics["policy/route_agreement"] = agreeing / counted
+        for name, total in zip(REPLAY_DIFFERENCES, differences, strict=False):
+            metrics[name] = total / max(constants.action_tokens, 1)
         return metrics
 
     def _gradients_finite(self) -> bool:
@@ -206,3 +257,19 @@ def _first_fault(faults: list[str]) -> str:
     dist.all_gather_object(gathered, faults)
     rank, message = next((rank, messages[0]) for rank, messages in enumerate(gathered) if messages)
     return f"update refused, weights unchanged; trainer rank {rank}: {message}"
+
+
+def replay_differences(
+    batches: Sequence[MicroBatch], live: Sequence[torch.Tensor], replayed: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Sums over this rank's action tokens of ``|live - behavior|`` and ``|replayed - live|``: float64 ``[2]``.
+
+    Args:
+        live: float32 ``[r, c]`` a micro-batch, log-probabilities with the live router's experts.
+        replayed: the same with the engine's experts.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=batches[0].tokens.device)
+    for batch, without, with_replay in zip(batches, live, replayed, strict=True):
+        for i, difference in enumerate((without - batch.behavior_logprobs, with_replay - without)):
+            total[i] += torch.where(batch.action_mask, difference.double().abs(), 0).sum()
+    return total

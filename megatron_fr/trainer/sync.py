@@ -11,11 +11,12 @@ from megatron.core import parallel_state
 
 from megatron_fr.config import RunConfig
 from megatron_fr.device import Device
-from megatron_fr.errors import SyncError
+from megatron_fr.errors import RequestFailed, SyncError
 from megatron_fr.sync.publisher import WeightPublisher
 from megatron_fr.trainer.client import RolloutClient
 from megatron_fr.trainer.feed import BatchFeed, from_rank_zero
 from megatron_fr.trainer.policy import Policy
+from megatron_fr.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class WeightSync:
             return None
         engine = self._engines[self._probes % len(self._engines)]
         self._probes += 1
-        trajectory = from_rank_zero(lambda: self._client.probe(engine, max_tokens=sync.probe_tokens))
+        trajectory = from_rank_zero(lambda: self._probe_trajectory(engine, version))
         batch = self._feed.probe_batch(trajectory)
         logprobs = self._policy.step.logprobs(batch)
         total = torch.zeros(2, dtype=torch.float64, device=batch[0].tokens.device)
@@ -97,6 +98,17 @@ class WeightSync:
                 f"{sync.max_probe_difference}; the engine's weights or numerics are not the trainer's"
             )
         return mean
+
+    def _probe_trajectory(self, engine: str, version: int) -> Trajectory:
+        sync = self._config.sync
+        try:
+            # Meanwhile the other ranks wait in a collective that sync.timeout_s bounds.
+            return self._client.probe(engine, max_tokens=sync.probe_tokens, timeout_s=0.9 * sync.timeout_s)
+        except RequestFailed as error:
+            raise SyncError(
+                f"after the sync to version {version}: {error}; see the engine's log in {self._config.output}/logs, "
+                f"raise sync.timeout_s={sync.timeout_s:g}, or set sync.probe_tokens=0 to go without the check"
+            ) from error
 
 
 def _gather_and_publish(publisher: WeightPublisher | None, policy: Policy, version: int) -> int:

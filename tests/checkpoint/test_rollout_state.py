@@ -38,7 +38,7 @@ async def consume(rollouts: Rollouts, batches: int, used: list[tuple[str, str]])
     """Lease and commit as a trainer does; ``used`` gets ``(prompt, group)`` of every trajectory."""
     for _ in range(batches):
         while (batch := rollouts.queue.lease(0)) is None:
-            await asyncio.wait_for(rollouts.pool.wait_arrival(), 10)
+            await asyncio.wait_for(rollouts.pool.wait_arrival(rollouts.pool.finished), 10)
         rollouts.queue.commit(batch.batch_id)
         rollouts.gate.commit()
         rollouts.pool.wake()

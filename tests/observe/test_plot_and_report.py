@@ -7,7 +7,7 @@ from matplotlib.image import imread
 
 from megatron_fr.errors import MegatronFRError
 from megatron_fr.observe.metrics import METRICS_FILE, MetricsWriter, read_metrics
-from megatron_fr.observe.plot import _reward, _trailing, plot_run
+from megatron_fr.observe.plot import _drift, _reward, _trailing, plot_run
 from megatron_fr.observe.report import report_run
 
 
@@ -28,10 +28,13 @@ def run_dir(tmp_path):
                 "time/forward_backward": 2.0, "time/optimizer": 0.5, "time/sync": 0.5, "time/update": 4.0,
                 "rollout/tokens_per_s": 1500, "train/tokens_per_s": 3000, "train/stepped": update != 5,
             }  # fmt: skip
+            if update % 10 == 0:
+                row["policy/logprob_diff_without_replay"] = 6e-2
             if update == 30:
                 row |= {"eval/reward": 0.95, "eval/tool_calls": 1.9}
             if update == 12:
                 row["train/loss"] = math.nan
+            row["rollout/routes_missing"] = 2 * (update == 7)
             writer.write(row)
         writer.write({"update": 40, "version": 40, "eval/reward": 0.9, "eval/tool_calls": 2.0})
     return folder
@@ -58,6 +61,15 @@ def test_the_reward_panel_shows_batches_and_held_out_points(run_dir):
     assert lines["held-out"].get_xydata().tolist() == [[0, 0.1], [30, 0.95], [40, 0.9]]
     assert len(lines["training batch"].get_xdata()) == 40
     assert {text.get_text() for text in axes.texts} == {"0.10", "0.90"}
+
+
+def test_the_drift_panel_shows_what_the_difference_would_be_without_replay(run_dir):
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    _drift(axes, read_metrics(run_dir / METRICS_FILE))
+    lines = {line.get_label(): line for line in axes.get_lines()}
+    assert lines["without routing replay"].get_xydata().tolist() == [[u, 6e-2] for u in (10, 20, 30, 40)]
 
 
 def test_a_record_of_one_evaluation_and_no_update_can_be_drawn(tmp_path):
@@ -87,6 +99,9 @@ def test_the_report_names_start_end_best_tools_lag_and_where_the_results_are(run
         "policy lag            1.50 on average, largest 3",
         "admitted              95.00% on average",
         "sequence KL           1.0e-05 on average, largest 2.0e-03",
+        "log-prob. difference  4.0e-03 on average",
+        "  without replay      6.0e-02 on average",
+        "routes missing        2 trajectories took the live router",
         "tokens a second       1,500 generated, 3,000 trained",
         "time split            wait 25%, forward and backward 50%, optimizer 12%, sync 12%",
         "non-finite values     1 recorded as null",

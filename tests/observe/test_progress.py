@@ -21,6 +21,11 @@ def test_the_line_says_everything_in_plain_text():
     )
 
 
+def test_what_replay_saves_is_shown_where_it_was_measured():
+    line = Progress(120).line({**ROW, "policy/logprob_diff_without_replay": 0.034})
+    assert "| logprob diff 2.1e-03 (3.4e-02 without replay) | tokens/s" in line
+
+
 def test_missing_and_null_metrics_show_as_a_dash_and_special_updates_say_so():
     line = Progress(9).line({"update": 1, "reward/mean": None, "train/stepped": False, "eval/reward": 0.5})
     assert "reward - | tool calls - | lag - (max -)" in line
@@ -68,6 +73,7 @@ def test_lines_are_printed_one_an_update_with_alarms_below():
         ("policy/logprob_diff", 0.004, 0.2, "drift apart"),
         ("policy/admitted", 0.99, 0.2, "of the trajectories pass"),
         ("trajectory/truncated", 0.1, 0.8, "are cut off"),
+        ("rollout/routes_missing", 0, 3, "trajectories a batch have no usable routes"),
         ("tools/calls", 3.0, 0.0, "tool calls fell"),
     ],
 )

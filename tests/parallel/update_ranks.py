@@ -106,7 +106,7 @@ def _update(job: Job) -> dict[str, Any]:
 
     step.optimizer.step = keeping_step
     calls = _count_forwards(policy.chunks)
-    report = step.update(batch.micro_batches, batch.constants)
+    report = step.update(batch.micro_batches, batch.constants, check_replay=config.train.replay_check_every > 0)
     assert report.stepped
     weights = {n: t.clone() for n, t in iter_hf_tensors(policy.chunks, policy.hf_config) if t is not None}
     parallel_state.destroy_model_parallel()

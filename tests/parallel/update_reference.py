@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,8 @@ class Reference:
         divergences: list[float] = []
         entropies: list[float] = []
         differences: list[float] = []
+        without_replay: list[float] = []
+        changes: list[float] = []
         for t in trajectories:
             logprobs, entropy = self.next_token(t, temperature)
             actions = [i for i in range(len(t) - 1) if t.action_mask[i + 1]]
@@ -79,6 +81,9 @@ class Reference:
             log_pi = logprobs.detach()[actions].tolist()
             entropies += entropy[actions].tolist()
             differences += [abs(a - b) for a, b in zip(log_pi, log_mu, strict=True)]
+            (live,) = self.logprobs([replace(t, routed_experts=None)], temperature)
+            without_replay += [abs(float(live[i]) - b) for i, b in zip(actions, log_mu, strict=True)]
+            changes += [abs(a - float(live[i])) for i, a in zip(actions, log_pi, strict=True)]
             divergence = sum(map(_divergence, log_mu, log_pi)) / len(actions)
             divergences.append(divergence)
             if divergence > delta:
@@ -112,6 +117,8 @@ class Reference:
         }
         if self.counted:
             metrics["policy/route_agreement"] = self.agreeing / self.counted
+            metrics["policy/logprob_diff_without_replay"] = sum(without_replay) / len(without_replay)
+            metrics["policy/replay_logprob_change"] = sum(changes) / len(changes)
         weights = {name: tensor.clone() for name, tensor in self._named(lambda p: p.data)}
         return Update(metrics, gradients, weights, [d <= delta for d in divergences])
 

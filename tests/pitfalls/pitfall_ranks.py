@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from megatron_fr.config import RunConfig
-from megatron_fr.trajectory import NO_VERSION, Trajectory
+from megatron_fr.trajectory import NO_VERSION, Trajectory, decode
 
 
 def make_batch(vocab: int, layers: int, top_k: int, experts: int, *, behavior: float) -> list[Trajectory]:
@@ -35,8 +35,12 @@ def make_batch(vocab: int, layers: int, top_k: int, experts: int, *, behavior: f
     return made
 
 
-def observe_updates(folder: Path) -> dict[str, Any]:
-    """One policy, three batches: one where all rows are rejected, one of equal rewards, and a sound one."""
+def observe_updates(folder: Path, own_routes: Path) -> dict[str, Any]:
+    """One policy, four batches: two where all rows are rejected, one of equal rewards, and a sound one.
+
+    Args:
+        own_routes: ``batch.npz`` with the second of them, whose routes are those that the model itself chooses.
+    """
     from megatron_fr.device import resolve_device
     from megatron_fr.trainer import distributed
 
@@ -86,6 +90,7 @@ def observe_updates(folder: Path) -> dict[str, Any]:
     answer: dict[str, Any] = {"before": weights()}
     rejected = step.update(*parts(make_batch(*sizes, behavior=-0.01)))
     answer["rejected"] = {"stepped": rejected.stepped, "metrics": rejected.metrics, "weights": weights()}
+    answer["own_routes"] = step.update(*parts(decode(own_routes.read_bytes())), check_replay=True).metrics
     answer["signal_of_equal_rewards"] = policy.objective.advantages([1.0] * 5, list("abcde"))[1]
     step.skip()
     answer["skipped_weights"] = weights()

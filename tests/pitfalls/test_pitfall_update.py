@@ -5,19 +5,41 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from parallel_launch import run_ranks
-from pitfall_ranks import observe_faults, observe_updates
+from pitfall_ranks import make_batch, observe_faults, observe_updates
+from transformers import AutoModelForCausalLM
 
 from megatron_fr.tiny import make_untrained
+from megatron_fr.trajectory import Trajectory, encode
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = make_untrained(tmp_path_factory.mktemp("pitfalls") / "moe", family="qwen3_moe")
-    answers: list[dict[str, Any]] = run_ranks(observe_updates, 1, folder=folder)
+    (folder / "batch.npz").write_bytes(encode(_with_own_routes(folder)))
+    answers: list[dict[str, Any]] = run_ranks(observe_updates, 1, folder=folder, own_routes=folder / "batch.npz")
     return answers[0]
+
+
+def _with_own_routes(folder: Path) -> list[Trajectory]:
+    """Trajectories whose routes are those that transformers' model of the folder chooses."""
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager"
+    ).eval()
+    config = model.config
+    made = make_batch(
+        config.vocab_size, config.num_hidden_layers, config.num_experts_per_tok, config.num_experts, behavior=-0.01
+    )
+    for trajectory in made:
+        tokens = torch.from_numpy(trajectory.tokens[None, :-1].astype(np.int64))
+        with torch.no_grad():
+            logits = model(tokens, output_router_logits=True).router_logits
+        chosen = [layer.topk(config.num_experts_per_tok, dim=-1).indices.numpy() for layer in logits]
+        trajectory.routed_experts = np.stack(chosen, axis=1).astype(np.uint8)
+    return made
 
 
 def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -53,6 +75,15 @@ def test_routers_learn_from_routes_that_they_would_not_have_chosen(seen: dict[st
     gradients = seen["sound"]["router_gradients"]
     assert len(gradients) == 2
     assert min(gradients.values()) > 0
+
+
+def test_replaying_the_routes_that_the_live_router_chooses_changes_nothing(seen: dict[str, Any]) -> None:
+    metrics = seen["own_routes"]
+    assert metrics["policy/route_agreement"] == 1
+    assert metrics["policy/logprob_diff"] > 1
+    assert metrics["policy/logprob_diff_without_replay"] == pytest.approx(metrics["policy/logprob_diff"], rel=1e-7)
+    assert metrics["policy/replay_logprob_change"] < 1e-6
+    assert "policy/replay_logprob_change" not in seen["sound"]["metrics"]
 
 
 def test_weight_decay_exempts_norms_and_biases_and_nothing_else(seen: dict[str, Any]) -> None:

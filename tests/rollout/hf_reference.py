@@ -1,4 +1,4 @@
-"""What transformers computes for the same tokens: log-probabilities and routes, in float32."""
+"""What transformers computes for the same tokens: log-probabilities and routes, in float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 def load(path: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager").eval()
 
 
 def forward(

@@ -33,6 +33,17 @@ def test_avg_at_k_averages_within_prompts_first_and_pass_at_k_takes_the_best() -
     assert metrics["truncated"] == pytest.approx(1 / 3)
 
 
+def test_a_part_of_the_reward_is_averaged_over_those_that_have_it_in_evaluation_as_in_training() -> None:
+    group = [
+        trajectory("a", reward_parts={"format": 0.5, "tests": 1.0}),
+        trajectory("b", reward_parts={"format": 1.0}),
+        trajectory("c"),
+    ]
+    held_out, training = summarise([group[:1], group[1:]]), batch_metrics(group)
+    assert (held_out["format"], held_out["tests"]) == (0.75, 1.0)
+    assert (training["reward/format"], training["reward/tests"]) == (0.75, 1.0)
+
+
 class Player:
     def __init__(self, always_broken: bool = False) -> None:
         self.attempts: dict[str, int] = {}
@@ -99,6 +110,7 @@ def test_batch_metrics_are_averages_of_the_batch() -> None:
         trajectory("a", reward=1.0, reward_parts={"format": 1.0}, timings=Timings(0, 3, 1), num_tool_calls=2),
         trajectory("b", reward=0.0, reward_parts={"format": 0.5}, timings=Timings(1, 3, 0), finish_reason="length"),
     ]
+    batch[1].route_error = "the engine returned no routes"
     metrics = batch_metrics(batch, lags=(0, 3))
     assert metrics["reward/mean"] == 0.5
     assert metrics["reward/format"] == 0.75
@@ -106,6 +118,6 @@ def test_batch_metrics_are_averages_of_the_batch() -> None:
     assert metrics["trajectory/truncated"] == 0.5
     assert (metrics["trajectory/tokens_p50"], metrics["trajectory/action_tokens_mean"]) == (4, 2)
     assert (metrics["lag/min"], metrics["lag/mean"], metrics["lag/max"]) == (0, 1.5, 3)
-    assert metrics["rollout/routes_missing"] == 2
+    assert metrics["rollout/routes_missing"] == 1  # of the other one, none were asked for
     shares = [metrics[f"rollout/time_{name}"] for name in ("queued", "generating", "tools")]
     np.testing.assert_allclose(shares, [1 / 8, 6 / 8, 1 / 8])

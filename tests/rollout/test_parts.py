@@ -15,6 +15,8 @@ import aiohttp
 import pytest
 import torch
 
+from megatron_fr.config import RunConfig
+from megatron_fr.device import resolve_device
 from megatron_fr.errors import EngineError, ModelError
 from megatron_fr.rollout import setup, sglang_cpu
 from megatron_fr.rollout.client import EngineClient
@@ -75,6 +77,23 @@ def test_trajectories_go_to_the_engine_with_the_fewest(spec: Callable[..., Engin
                 fleet.client("c")
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("runners", "held_out", "slots"), [(400, None, 204), (400, "eval.jsonl", 404), (8, None, 64)])
+def test_an_engine_has_slots_for_the_evaluation_and_the_probe_beside_the_runners(
+    limits: ModelLimits, runners: int, held_out: str | None, slots: int
+) -> None:
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": "unused"},
+            "train": {"num_updates": 1},
+            "rollout": {"engines": 2, "runners": runners},
+            "reward": {"function": "unused:unused"},
+            "data": {"train": "unused.jsonl", "eval": held_out},
+        }
+    )
+    specs = setup.engine_specs(config, resolve_device("cpu"), limits)
+    assert [spec.max_running for spec in specs] == [slots] * 2
 
 
 def test_a_blocked_event_loop_is_measured() -> None:

@@ -68,7 +68,7 @@ class Bench:
     async def batch(self) -> list[str]:
         async with asyncio.timeout(5):
             while (batch := self.queue.lease(0)) is None:
-                await self.pool.wait_arrival()
+                await self.pool.wait_arrival(self.pool.finished)
         self.queue.commit(batch.batch_id)
         self.gate.commit()
         self.pool.wake()

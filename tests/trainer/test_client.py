@@ -10,6 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 from samples import trajectory
 
+from megatron_fr.errors import RequestFailed, RolloutEnded
+from megatron_fr.trainer import client as client_module
 from megatron_fr.trainer.client import RolloutClient
 from megatron_fr.trajectory import encode
 
@@ -30,3 +32,48 @@ def test_the_payloads_of_a_large_batch_come_in_order_over_request_lines_that_a_s
     assert len(lines) == 3
     assert max(lines) < 8190
     assert client.fetch([]) == []
+
+
+def probing(monkeypatch: pytest.MonkeyPatch, *answers: httpx.Response | Exception) -> tuple[RolloutClient, list[float]]:
+    """A client whose service gives these answers in turn, and the time-outs of its requests."""
+    client = RolloutClient("http://service")
+    timeouts: list[float] = []
+
+    def request(method: str, path: str, *, timeout: float, **_: Any) -> httpx.Response:
+        assert (method, path) == ("POST", "/probe")
+        timeouts.append(timeout)
+        given = answers[len(timeouts) - 1]
+        if isinstance(given, Exception):
+            raise given
+        return given
+
+    monkeypatch.setattr(client._http, "request", request)
+    monkeypatch.setattr(client_module, "_PROBE_PAUSE_S", 0.0)
+    return client, timeouts
+
+
+FAILED = httpx.Response(502, json={"error": "engine http://e/generate: HTTP 500"})
+
+
+def test_a_probe_that_failed_or_was_not_answered_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = httpx.Response(200, content=encode([trajectory("probe")]))
+    client, timeouts = probing(monkeypatch, FAILED, httpx.ReadTimeout("timed out"), sound)
+    assert client.probe("http://e", max_tokens=4, timeout_s=90).id == "probe"
+    assert timeouts == [30, 30, 30]
+
+
+def test_a_probe_that_fails_again_and_again_names_the_engine_and_the_last_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client, timeouts = probing(monkeypatch, *[FAILED] * 4)
+    with pytest.raises(RequestFailed, match=r"engine http://e answered none of 3 probes; last: .*/generate: HTTP 500"):
+        client.probe("http://e", max_tokens=4, timeout_s=90)
+    assert len(timeouts) == 3
+
+
+def test_a_probe_is_not_repeated_once_the_service_cannot_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, timeouts = probing(monkeypatch, FAILED, httpx.Response(410, json={"error": "engine 0 died"}), FAILED)
+    with pytest.raises(RolloutEnded, match=r"^engine 0 died$") as caught:
+        client.probe("http://e", max_tokens=4, timeout_s=90)
+    assert not isinstance(caught.value, RequestFailed)
+    assert len(timeouts) == 2

@@ -44,7 +44,7 @@ def make_loop(output: Path, *, evaluate_s: float = 0.0, broken_from: int = 10**9
     loop._config = SimpleNamespace(
         output=output,
         data=SimpleNamespace(eval="held-out.jsonl"),
-        train=SimpleNamespace(num_updates=3, skip_without_signal=True),
+        train=SimpleNamespace(num_updates=3, skip_without_signal=True, replay_check_every=2),
         evaluation=SimpleNamespace(every=1),
         checkpoint=SimpleNamespace(every=0, hf_every=0),
     )
@@ -65,7 +65,10 @@ def make_loop(output: Path, *, evaluate_s: float = 0.0, broken_from: int = 10**9
         lease = SimpleNamespace(batch_id="b", metrics={"reward/mean": 0.25})
         return SimpleNamespace(lease=lease, signal=True, micro_batches=[], constants=None, num_tokens=8, wait_s=0.0)
 
-    step = SimpleNamespace(update=lambda *_: StepReport({}, 0.1, 0.1, stepped=True), skip=lambda: None)
+    def update(*_: Any, check_replay: bool) -> StepReport:
+        return StepReport({"checked": float(check_replay)}, 0.1, 0.1, stepped=True)
+
+    step = SimpleNamespace(update=update, skip=lambda: None)
     loop._policy = SimpleNamespace(step=step, save_hf=lambda folder: loop.saved.append(folder.name))
     loop._client = SimpleNamespace(evaluate=evaluate, start=lambda _: None, commit=lambda *_, **__: None)
     loop._sync = SimpleNamespace(push=push)
@@ -109,3 +112,8 @@ def test_a_folder_of_an_earlier_run_is_replaced(tmp_path: Path) -> None:
     loop.run()
     loop.save_hf()
     assert loop.saved == ["update-000003"]  # written although it was there, and once
+
+
+def test_what_replay_changes_is_measured_every_so_many_updates(tmp_path: Path) -> None:
+    make_loop(tmp_path).run()
+    assert [row.get("checked") for row in read_metrics(tmp_path / METRICS_FILE)] == [None, 0, 1, 0]

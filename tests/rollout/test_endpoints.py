@@ -1,0 +1,101 @@
+"""Endpoints over real HTTP, on the real queue, gate and pool; engines and episodes answer on command."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_misbehaving_engine import LIMITS, answer, engine
+from test_runner import Bench
+
+from megatron_fr.agents.contract import Prompt
+from megatron_fr.errors import RolloutEnded
+from megatron_fr.rollout.endpoints import Endpoints, Parts
+from megatron_fr.trajectory import decode
+
+
+@asynccontextmanager
+async def serve(**parts: Any) -> AsyncIterator[tuple[str, aiohttp.ClientSession]]:
+    """Endpoints with these parts only."""
+    absent = dict.fromkeys(Parts.__dataclass_fields__)
+    server = web.AppRunner(Endpoints(Parts(**{**absent, **parts})).application(), shutdown_timeout=0.1)
+    await server.setup()
+    await web.TCPSite(server, "127.0.0.1", 0).start()
+    try:
+        async with aiohttp.ClientSession() as http:
+            yield f"http://127.0.0.1:{server.addresses[0][1]}", http
+    finally:
+        await server.cleanup()
+
+
+def test_a_trajectory_that_arrives_right_after_a_look_at_the_queue_is_not_waited_past() -> None:
+    async def run() -> None:
+        arrival = asyncio.Event()
+
+        async def script(*_: str) -> None:
+            await arrival.wait()
+
+        bench = Bench(script, batch=1, runners=1)
+        plain_lease = bench.queue.lease
+
+        def lease(version: int) -> Any:
+            batch = plain_lease(version)
+            if batch is None:
+                arrival.set()  # the runner goes on before anything that is scheduled from here on
+            return batch
+
+        bench.queue.lease = lease  # type: ignore[method-assign]
+        bench.pool.start()
+        await asyncio.sleep(0)
+        failure = asyncio.get_running_loop().create_future()
+        fleet, lag = SimpleNamespace(tokens_generated=0), SimpleNamespace(take_worst_ms=lambda: 0.0)
+        parts = {"queue": bench.queue, "pool": bench.pool, "gate": bench.gate, "fleet": fleet, "lag": lag}
+        async with (
+            serve(failure=failure, **parts) as (url, http),
+            asyncio.timeout(5),
+            http.post(url + "/lease", json={"version": 0, "wait_s": 60}) as response,
+        ):
+            assert response.status == 200
+            assert [item["id"] for item in (await response.json())["items"]] == ["000000"]
+        await bench.pool.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("died", [False, True])
+def test_a_failed_probe_may_be_repeated_unless_the_run_cannot_go_on(died: bool) -> None:
+    async def run() -> None:
+        sound = answer([11, 12], finish_reason={"type": "length"})
+        async with engine(b"<html>", sound) as (client, _):
+            failure = asyncio.get_running_loop().create_future()
+            parts = {
+                "fleet": SimpleNamespace(client=lambda _: client),
+                "player": SimpleNamespace(limits=LIMITS, want_routes=False),
+                "prompts": [Prompt("p", ({"role": "user", "content": "hello"},))],
+                "tokenizer": lambda *_, **__: {"input_ids": [1, 2, 3]},
+            }
+            async with serve(failure=failure, **parts) as (url, http):
+                body = {"engine": client.url, "max_tokens": 2}
+                async with http.post(url + "/probe", json=body) as response:
+                    assert response.status == 502
+                    assert f"engine {client.url}/generate: the answer is no JSON" in (await response.json())["error"]
+                if died:
+                    failure.set_result(RolloutEnded("engine 0 died"))
+                async with http.post(url + "/probe", json=body) as response:
+                    if died:
+                        assert (response.status, await response.json()) == (410, {"error": "engine 0 died"})
+                    else:
+                        assert response.status == 200
+                        assert decode(await response.read())[0].tokens.tolist() == [1, 2, 3, 11, 12]
+
+    asyncio.run(run())
