@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from megatron_fr.bridge.archive import PayloadFinder
+from megatron_fr.bridge.extents import Extent
 from megatron_fr.errors import ModelError
 
 METADATA_NAME = ".metadata"
@@ -29,6 +33,22 @@ def find_checkpoint(path: str | Path) -> Path:
     if not found:
         raise ModelError(f"{path} holds no Megatron checkpoint: no {METADATA_NAME} in it; was it saved to the end?")
     raise ModelError(f"{path} holds {len(found)} checkpoints; choose one, such as {found[-1]}")
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """Where the rows of a parameter lie: ``(first row, row after the last, bytes)`` of each piece in order."""
+
+    pieces: list[tuple[int, int, Extent]]
+    row_bytes: int
+
+    def extents(self, start: int, stop: int) -> Iterator[Extent]:
+        """The bytes of rows ``start`` to ``stop``."""
+        for first, last, whole in self.pieces:
+            begin, end = max(first, start), min(last, stop)
+            if begin < end:
+                offset, length = whole.offset + (begin - first) * self.row_bytes, (end - begin) * self.row_bytes
+                yield replace(whole, offset=offset, length=length)
 
 
 class CheckpointFiles:
@@ -59,6 +79,7 @@ class CheckpointFiles:
         }
         self._rows: dict[tuple[str, int], dict[tuple[int, ...], list[Any]]] = {}
         self._open: dict[str, BinaryIO] = {}
+        self._finder = PayloadFinder()
         self._check_sizes()
 
     def _check_sizes(self) -> None:
@@ -83,9 +104,7 @@ class CheckpointFiles:
             ModelError: the shapes do not fit, or pieces are missing or damaged; names the file and the tensor.
         """
         entry, lead = self.tensors[key], tuple(lead)
-        inner = tuple(entry.size)[len(lead) :]
-        if len(inner) != len(shape) or inner[0] < shape[0] or inner[1:] != tuple(shape[1:]):
-            raise ModelError(f"{self.folder}: tensor {key!r} has shape {inner}, config.json implies {tuple(shape)}")
+        self._check_shape(key, lead, shape)
         out = torch.empty(tuple(shape), dtype=entry.properties.dtype)
         filled = 0
         for chunk in self._pieces(key, lead):
@@ -100,10 +119,42 @@ class CheckpointFiles:
             target.copy_(piece)
             filled += piece.numel()
         if filled != out.numel():
-            raise ModelError(
-                f"{self.folder}: tensor {key!r} at {lead} has {filled} of {out.numel()} elements; pieces are missing"
-            )
+            raise self._incomplete(key, lead, f"{filled} of {out.numel()} elements")
         return out
+
+    def rows(self, key: str, lead: Sequence[int], shape: Sequence[int]) -> StoredRows | None:
+        """Where the bytes lie of what :meth:`read` would give; None where a piece has not whole rows, row after row.
+
+        Raises:
+            ModelError: as :meth:`read`.
+        """
+        lead, itemsize = tuple(lead), self.tensors[key].properties.dtype.itemsize
+        self._check_shape(key, lead, shape)
+        pieces, expected = [], 0
+        for chunk in sorted(self._pieces(key, lead), key=lambda chunk: tuple(chunk.offsets)):
+            start, sizes = tuple(chunk.offsets)[len(lead)], tuple(chunk.sizes)[len(lead) :]
+            if start >= shape[0]:
+                continue
+            if sizes[1:] != tuple(shape[1:]):
+                return None
+            found = self._payload(key, tuple(chunk.offsets), tuple(chunk.sizes))
+            if found is None:
+                return None
+            if start != expected:
+                break
+            pieces.append((start, start + sizes[0], found))
+            expected = start + sizes[0]
+        if expected < shape[0]:
+            raise self._incomplete(key, lead, f"rows 0 to {expected} of {shape[0]}")
+        return StoredRows(pieces, torch.Size(shape[1:]).numel() * itemsize)
+
+    def _check_shape(self, key: str, lead: tuple[int, ...], shape: Sequence[int]) -> None:
+        inner = tuple(self.tensors[key].size)[len(lead) :]
+        if len(inner) != len(shape) or inner[0] < shape[0] or inner[1:] != tuple(shape[1:]):
+            raise ModelError(f"{self.folder}: tensor {key!r} has shape {inner}, config.json implies {tuple(shape)}")
+
+    def _incomplete(self, key: str, lead: tuple[int, ...], found: str) -> ModelError:
+        return ModelError(f"{self.folder}: tensor {key!r} at {lead} has {found}; pieces are missing")
 
     def _pieces(self, key: str, lead: tuple[int, ...]) -> list[Any]:
         cached = self._rows.get((key, len(lead)))
@@ -117,18 +168,40 @@ class CheckpointFiles:
         return cached.get(lead, [])
 
     def _load(self, key: str, offset: tuple[int, ...]) -> torch.Tensor:
+        info = self._places[key, offset]
+        with self._damaged(info.relative_path, key):
+            loaded: torch.Tensor = torch.load(self._view(info), map_location="cpu", weights_only=True)
+        return loaded
+
+    def _payload(self, key: str, offset: tuple[int, ...], sizes: tuple[int, ...]) -> Extent | None:
+        info, dtype = self._places[key, offset], self.tensors[key].properties.dtype
+        with self._damaged(info.relative_path, key):
+            start = self._finder.offset(self._view(info), sizes, dtype)
+            if start is None:
+                return None
+            length = torch.Size(sizes).numel() * dtype.itemsize
+            if start + length > info.length:
+                raise ValueError(f"its {length} bytes do not fit where they are said to be")
+        path, file = self.folder / info.relative_path, self._open[info.relative_path]
+        return Extent(path, file.fileno(), info.offset + start, length, key)
+
+    def _view(self, info: Any) -> Any:
+        """The stored piece as a file of its own."""
         from torch.distributed.checkpoint.utils import _create_file_view
 
-        info = self._places[key, offset]
-        path = self.folder / info.relative_path
+        name = info.relative_path
+        if name not in self._open:
+            self._open[name] = (self.folder / name).open("rb", buffering=0)
+        return _create_file_view(self._open[name], info.offset, info.length)
+
+    @contextmanager
+    def _damaged(self, name: str, key: str) -> Iterator[None]:
         try:
-            file = self._open.get(info.relative_path) or path.open("rb", buffering=0)
-            self._open[info.relative_path] = file
-            view: Any = _create_file_view(file, info.offset, info.length)
-            loaded: torch.Tensor = torch.load(view, map_location="cpu", weights_only=True)
+            yield
         except Exception as error:  # on damaged bytes zip, pickle and torch raise a dozen kinds
-            raise ModelError(f"{path}: tensor {key!r} cannot be read: {error}; use another checkpoint") from error
-        return loaded
+            raise ModelError(
+                f"{self.folder / name}: tensor {key!r} cannot be read: {error}; use another checkpoint"
+            ) from error
 
     def close(self) -> None:
         """Close the files."""

@@ -62,10 +62,11 @@ def check_files(files: WeightFiles, table: Sequence[Entry], dims: Dims, tied: bo
     expected = {
         name: shape for entry in table for name, shape in zip(entry.hf, entry.rule.hf_shapes(dims), strict=True)
     }
-    if missing := [name for name in expected if name not in files.names]:
+    held = files.names
+    if missing := [name for name in expected if name not in held]:
         raise ModelError(f"{files.folder}: {len(missing)} tensors are missing, among them {missing[0]!r}")
     allowed = {"lm_head.weight"} if tied else set()
-    left_over = sorted(name for name in files.names - expected.keys() - allowed if not name.endswith(_IGNORED_SUFFIXES))
+    left_over = sorted(name for name in held - expected.keys() - allowed if not name.endswith(_IGNORED_SUFFIXES))
     if left_over:
         raise ModelError(
             f"{files.file(left_over[0])}: nothing uses tensor {left_over[0]!r} ({len(left_over)} such tensors); "

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
+from megatron_fr.bridge.extents import MAX_TRANSFER, Copier, Extent
 from megatron_fr.errors import ModelError
 
 _DTYPES = {
@@ -35,7 +36,6 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ALIGNMENT = 8
 _MAX_HEADER = 100_000_000
-_MAX_READ = 1 << 30  # the kernel reads at most 2 GiB at a time
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,12 @@ class TensorFile:
         """A view that reads what is indexed."""
         return TensorSlice(self, name)
 
+    def extent(self, name: str, start: int, stop: int) -> Extent:
+        """Where the bytes of rows ``start`` to ``stop`` lie."""
+        spec = self._specs[name]
+        row = spec.num_bytes // max(1, spec.shape[0] if spec.shape else 1)
+        return Extent(self.path, self._file.fileno(), self._start[name] + start * row, (stop - start) * row, name)
+
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows ``start`` to ``stop`` (of the first axis); a scalar is a row of its own.
 
@@ -116,17 +122,7 @@ class TensorFile:
         out = torch.empty(shape, dtype=spec.dtype)
         if out.numel() == 0:
             return out
-        row = spec.num_bytes // max(1, spec.shape[0] if spec.shape else 1)
-        buffer = memoryview(out.reshape(-1).view(torch.uint8).numpy())
-        position = self._start[name] + start * row
-        while buffer:
-            try:
-                count = os.preadv(self._file.fileno(), [buffer[:_MAX_READ]], position)
-            except OSError as error:
-                raise ModelError(f"{self.path}: tensor {name!r} cannot be read ({error.strerror})") from error
-            if count == 0:
-                raise ModelError(f"{self.path}: tensor {name!r} ends early; the file was cut while it was read")
-            buffer, position = buffer[count:], position + count
+        self.extent(name, start, stop).read_into(memoryview(out.reshape(-1).view(torch.uint8).numpy()))
         return out
 
     def close(self) -> None:
@@ -152,13 +148,17 @@ class TensorSlice:
         rows = self.file.read_rows(self.name, start, max(start, stop))
         return rows[(slice(None), *others)].contiguous() if others else rows
 
+    def extent(self, start: int, stop: int) -> Extent:
+        """Where the bytes of rows ``start`` to ``stop`` lie."""
+        return self.file.extent(self.name, start, stop)
+
     def get_shape(self) -> list[int]:
         """The whole tensor's shape."""
         return list(self.file.spec(self.name).shape)
 
 
 class TensorFileWriter:
-    """Writes one safetensors file, a tensor at a time in the order of ``specs``.
+    """Writes one safetensors file, a tensor at a time in the order of ``specs``; a context manager.
 
     Raises:
         ModelError: the disk is full or the file cannot be written; names the file and the tensor.
@@ -178,7 +178,12 @@ class TensorFileWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
         self._pending = list(reversed(specs))
-        self._write("the header", len(text).to_bytes(8, "little") + text, "wb")
+        self._copier = Copier()
+        try:
+            self._file = path.open("wb", buffering=0)
+        except OSError as error:
+            raise ModelError(f"{path} cannot be written: {error.strerror}") from error
+        self._write("the header", len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Append the next tensor; its name, shape and dtype must be those announced."""
@@ -186,18 +191,41 @@ class TensorFileWriter:
         if (name, tuple(tensor.shape), tensor.dtype) != (spec.name, spec.shape, spec.dtype):
             raise ValueError(f"{self.path}: got {name!r} {tuple(tensor.shape)} {tensor.dtype}, expected {spec}")
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        self._write(f"tensor {name!r}", memoryview(data), "ab")
+        self._write(f"tensor {name!r}", memoryview(data))
 
-    def _write(self, what: str, data: bytes | memoryview, mode: str) -> None:
+    def copy(self, name: str, extents: Iterable[Extent]) -> None:
+        """Append the next tensor, whose bytes are those of the ranges.
+
+        Raises:
+            ModelError: also where a range cannot be read.
+        """
+        spec, count = self._pending.pop(), 0
+        for chunk in self._copier.chunks(extents):
+            self._write(f"tensor {name!r}", chunk)
+            count += len(chunk)
+        if (name, count) != (spec.name, spec.num_bytes):
+            raise ValueError(f"{self.path}: got {count} bytes of {name!r}, expected {spec}")
+
+    def _write(self, what: str, data: bytes | memoryview) -> None:
         try:
-            with self.path.open(mode, buffering=0) as file:
-                rest = memoryview(data)
-                while rest:
-                    rest = rest[file.write(rest[:_MAX_READ]) :]
+            rest = memoryview(data)
+            while rest:
+                rest = rest[self._file.write(rest[:MAX_TRANSFER]) :]
         except OSError as error:
+            self._file.close()
             raise ModelError(f"{self.path}: {what} cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
-        """Check that every tensor was written."""
+        """Close the file and check that every tensor was written."""
+        self._file.close()
         if self._pending:
             raise ValueError(f"{self.path}: {len(self._pending)} tensors were announced and not written")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._file.close()

@@ -17,6 +17,7 @@ from megatron_fr.bridge.dims import Dims
 from megatron_fr.bridge.export import hf_tensor_specs
 from megatron_fr.bridge.folder import WeightFiles, copy_other_files, read_hf_config, resolve_folder, stated_dtype
 from megatron_fr.bridge.registry import Entry, entries
+from megatron_fr.bridge.row_runs import gather_runs, whole_shape
 from megatron_fr.bridge.save import plan_files, write_index
 from megatron_fr.bridge.tensor_file import TensorFileWriter, TensorSpec
 from megatron_fr.bridge.to_megatron import HF_FILES
@@ -37,7 +38,8 @@ def convert_megatron_to_hf(
 ) -> Path:
     """Write the weights of a checkpoint, and the other files of the model it came from, as ``out_dir``.
 
-    A training checkpoint's optimizer state is left out. One parameter is in memory at a time, in each process.
+    A training checkpoint's optimizer state is left out. Bytes are copied from file to file; a
+    parameter that must be cast, or was stored in columns, is in memory, one at a time in each process.
 
     Args:
         hf_dir: folder or hub name with configuration and tokenizer; None: the ``hf`` folder in or above the checkpoint.
@@ -88,26 +90,44 @@ def write_file(
     """
     hf_config = read_hf_config(source)
     files, wanted = CheckpointFiles(checkpoint), {spec.name: spec for spec in members}
-    writer = TensorFileWriter(path, members)
     dims = Dims.from_hf(hf_config)
-    for entry in entries(hf_config):
-        if wanted.keys().isdisjoint(entry.hf):
-            continue
-        whole = read_whole(files, entry, dims)
-        for name, value in zip(entry.hf, entry.rule.gather([whole], dims), strict=True):
-            if name in wanted:
-                writer.write(name, value.to(wanted[name].dtype))
-                if progress is not None:
-                    progress(name, wanted[name].num_bytes)
-    writer.close()
+    with TensorFileWriter(path, members) as writer:
+        for entry in entries(hf_config):
+            if not wanted.keys().isdisjoint(entry.hf):
+                _write_entry(writer, files, entry, dims, wanted, progress)
     files.close()
+
+
+def _write_entry(
+    writer: TensorFileWriter,
+    files: CheckpointFiles,
+    entry: Entry,
+    dims: Dims,
+    wanted: dict[str, TensorSpec],
+    progress: Progress | None,
+) -> None:
+    """Write those of an entry's tensors that are wanted: copy their bytes where they lie in whole rows."""
+    place = _locate(files, entry)
+    shape = whole_shape(entry.rule, dims)
+    runs = dict(zip(entry.hf, gather_runs(entry.rule, dims), strict=True))
+    names = [name for name in entry.hf if name in wanted]
+    same = all(wanted[name].dtype == files.tensors[place.key].properties.dtype for name in names)
+    rows = files.rows(place.key, place.lead, shape) if same else None
+    if rows is None:
+        values = dict(zip(entry.hf, entry.rule.gather([files.read(place.key, place.lead, shape)], dims), strict=True))
+    for name in names:
+        if rows is None:
+            writer.write(name, values[name].to(wanted[name].dtype))
+        else:
+            writer.copy(name, (extent for run in runs[name] for extent in rows.extents(run.start, run.stop)))
+        if progress is not None:
+            progress(name, wanted[name].num_bytes)
 
 
 def read_whole(files: CheckpointFiles, entry: Entry, dims: Dims) -> torch.Tensor:
     """The parameter that an entry stands for, as TP size 1 has it, its vocabulary not padded."""
-    meta = [torch.empty(shape, device="meta") for shape in entry.rule.hf_shapes(dims)]
     place = _locate(files, entry)
-    return files.read(place.key, place.lead, entry.rule.shard(meta, dims, 0, 1).shape)
+    return files.read(place.key, place.lead, whole_shape(entry.rule, dims))
 
 
 def compare(checkpoint: str | Path, hf_folder: str | Path) -> int:

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
+from megatron_fr.bridge.archive import frame
 from megatron_fr.bridge.atomic import atomic_folder
 from megatron_fr.bridge.checkpoint_keys import Location, written_at
 from megatron_fr.bridge.dims import Dims
+from megatron_fr.bridge.extents import MAX_TRANSFER, Copier
 from megatron_fr.bridge.folder import WeightFiles, copy_other_files, read_hf_config, resolve_folder
 from megatron_fr.bridge.load import check_files
 from megatron_fr.bridge.registry import Entry, entries, is_tied
+from megatron_fr.bridge.row_runs import piece_runs, piece_shape
 from megatron_fr.errors import ConfigError, ModelError
 
 #: Folder inside a checkpoint with configuration, tokenizer and chat template.
@@ -51,7 +55,8 @@ def convert_hf_to_megatron(
     """Write ``out_dir``: Megatron's torch_dist files, and ``hf/`` with configuration and tokenizer.
 
     Any layout can load the checkpoint; the sizes decide the pieces and files in which it is stored, so that ranks of
-    that layout read nothing that they do not need. One tensor is in memory at a time.
+    that layout read nothing that they do not need. Bytes are copied from file to file; a tensor that must be cast, cut
+    along its columns or padded is in memory, one at a time.
 
     Args:
         tensor, expert, pipeline: sizes of the layout to store for; experts are not split over TP.
@@ -70,53 +75,70 @@ def convert_hf_to_megatron(
     files = WeightFiles(source)
     check_files(files, table, dims, tied=is_tied(hf_config))
 
-    pieces: dict[MetadataIndex, _Piece] = {}
+    pieces: dict[tuple[str, torch.Size | None], _Piece] = {}
     plans: dict[tuple[int, int, int], list[WriteItem]] = {}
     for entry in table:
         size = 1 if entry.rule.replicated or entry.rule.per_expert else tensor
+        place = written_at(entry, moe=entry.layer in dims.moe_layers)
         for rank in range(size):
             for part in range(entry.rule.parts):
-                place = written_at(entry, moe=entry.layer in dims.moe_layers)
-                item = _write_item(_Piece(entry, place, rank, size, part), dims, dtype or files.spec(entry.hf[0]).dtype)
-                pieces[item.index] = _Piece(entry, place, rank, size, part)
+                piece = _Piece(entry, place, rank, size, part)
+                item = _write_item(piece, dims, dtype or files.spec(entry.hf[0]).dtype)
+                pieces[item.index.fqn, item.index.offset] = piece
                 holder = _holder(entry, dims, rank, expert, pipeline)
                 plans.setdefault(holder, []).append(item)
     common = MetadataIndex(_COMMON)
-    plans[min(plans)].append(WriteItem(index=common, type=WriteItemType.BYTE_IO))
+    plans[min(plans)].insert(0, WriteItem(index=common, type=WriteItemType.BYTE_IO))
 
-    planner = _StreamingPlanner(files, pieces, dims, dtype, progress)
     with atomic_folder(out_dir) as work:
-        _write(work, [plans[key] for key in sorted(plans)], planner)
+        writer = FileSystemWriter(work, sync_files=False)
+        writer.set_up_storage_writer(True)
+        ranked, metadata = create_default_global_save_plan([SavePlan(plans[key]) for key in sorted(plans)])
+        results = [
+            _write_file(work / f"__{rank}_0.distcp", plan.items, _Source(files, pieces, dims), progress)
+            for rank, plan in enumerate(ranked)
+        ]
+        _write_metadata(work, writer, metadata, results)
         (work / HF_FILES).mkdir()
         copy_other_files(source, work / HF_FILES)
     files.close()
     return Path(out_dir)
 
 
-def _write(work: Path, plans: list[list[WriteItem]], planner: _StreamingPlanner) -> None:
-    writer = FileSystemWriter(work, sync_files=False)
-    writer.set_up_storage_writer(True)
-    crc = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)  # twice the time, and loading does not look at it
+def _write_metadata(work: Path, writer: FileSystemWriter, metadata: Metadata, results: list[list[WriteResult]]) -> None:
     try:
-        ranked, metadata = create_default_global_save_plan([SavePlan(items) for items in plans])
-        results = []
-        for plan in writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in ranked]):
-            future: Any = writer.write_data(plan, planner)
-            results.append(future.wait())
         writer.finish(metadata, results)
         (work / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError of its zip writer
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"{work.name}: tensor {planner.current!r} cannot be written: {reason}") from error
-    finally:
-        torch.serialization.set_crc32_options(crc)
+    except OSError as error:
+        raise ModelError(f"{work.name}: the checkpoint's metadata cannot be written: {error.strerror}") from error
+
+
+def _write_file(
+    path: Path, items: Sequence[WriteItem], source: _Source, progress: Progress | None
+) -> list[WriteResult]:
+    """Write the pieces of one rank, one after the other, and say where they are."""
+    results, names = [], "the header"
+    try:
+        with path.open("wb", buffering=0) as file:
+            for item in items:
+                start = file.tell()
+                names = source.names(item)
+                for data in source.data(item):
+                    rest = memoryview(data)
+                    while rest:
+                        rest = rest[file.write(rest[:MAX_TRANSFER]) :]
+                length = file.tell() - start
+                results.append(WriteResult(item.index, length, _StorageInfo(path.name, start, length)))
+                if progress is not None and item.tensor_data is not None:
+                    progress(item.index.fqn, length)
+    except OSError as error:
+        raise ModelError(f"{path}: tensor {names!r} cannot be written: {error.strerror}") from error
+    return results
 
 
 def _write_item(piece: _Piece, dims: Dims, dtype: torch.dtype) -> WriteItem:
     rule, lead = piece.entry.rule, piece.where.lead
-    meta = [torch.empty(shape, device="meta") for shape in rule.hf_shapes(dims)]
-    shape = tuple(rule.piece(meta, dims, piece.rank, piece.size, piece.part).shape)
+    shape = piece_shape(rule, dims, piece.rank, piece.size, piece.part)
     whole, offset = list(shape), [0] * len(shape)
     if rule.axis is not None:
         whole[rule.axis] = shape[rule.axis] * piece.size * rule.parts
@@ -155,34 +177,38 @@ def _check_split(dims: Dims, tensor: int, expert: int, pipeline: int) -> None:
             raise ConfigError(f"{option} {size} does not divide the model's {what} ({whole}); choose a divisor")
 
 
-class _StreamingPlanner(DefaultSavePlanner):
-    """Hands torch's writer each piece when it is about to write it."""
+class _Source:
+    """Gives the bytes of each item of a checkpoint when they are about to be written."""
 
-    def __init__(
-        self,
-        files: WeightFiles,
-        pieces: dict[MetadataIndex, _Piece],
-        dims: Dims,
-        dtype: torch.dtype | None,
-        progress: Progress | None,
-    ) -> None:
-        super().__init__()
-        self._files, self._dims, self._dtype, self._progress = files, dims, dtype, progress
-        self._pieces = {(index.fqn, index.offset): piece for index, piece in pieces.items()}
-        self.current = ""
+    def __init__(self, files: WeightFiles, pieces: dict[tuple[str, torch.Size | None], _Piece], dims: Dims) -> None:
+        self._files, self._pieces, self._dims = files, pieces, dims
+        self._copier = Copier()
 
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        if write_item.type == WriteItemType.BYTE_IO:
+    def names(self, item: WriteItem) -> str:
+        """The Hugging Face tensors that an item is made of."""
+        return ", ".join(self._pieces[item.index.fqn, item.index.offset].entry.hf) if item.tensor_data else _COMMON
+
+    def data(self, item: WriteItem) -> Iterator[bytes | memoryview]:
+        """The bytes in order; each part is valid until the next one is asked for.
+
+        Raises:
+            ModelError: a tensor cannot be read.
+        """
+        if item.tensor_data is None:
             payload = io.BytesIO()
             torch.save([{"content_metadata": {"format": "megatron-fr weights"}}], payload)
-            payload.seek(0)
-            return payload
-        piece = self._pieces[write_item.index.fqn, write_item.index.offset]
-        self.current = ", ".join(piece.entry.hf)
-        sources = [self._files.slice(name) for name in piece.entry.hf]
-        value = piece.entry.rule.piece(sources, self._dims, piece.rank, piece.size, piece.part)
-        assert write_item.tensor_data is not None
-        value = value.to(self._dtype or value.dtype).reshape(write_item.tensor_data.chunk.sizes)
-        if self._progress is not None:
-            self._progress(piece.entry.param, value.numel() * value.element_size())
-        return value
+            yield payload.getvalue()
+            return
+        piece, dtype = self._pieces[item.index.fqn, item.index.offset], item.tensor_data.properties.dtype
+        before, after = frame(tuple(item.tensor_data.chunk.sizes), dtype)
+        yield before
+        rule, names = piece.entry.rule, piece.entry.hf
+        runs = piece_runs(rule, self._dims, piece.rank, piece.size, piece.part)
+        if runs is not None and all(self._files.spec(name).dtype == dtype for name in names):
+            extents = (self._files.slice(names[run.source]).extent(run.start, run.stop) for run in runs)
+            yield from self._copier.chunks(extents)
+        else:
+            sources = [self._files.slice(name) for name in names]
+            value = rule.piece(sources, self._dims, piece.rank, piece.size, piece.part).to(dtype).contiguous()
+            yield memoryview(value.reshape(-1).view(torch.uint8).numpy())
+        yield after

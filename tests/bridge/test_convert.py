@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from parallel_launch import run_ranks
 from safetensors.torch import load_file
 
+from megatron_fr.bridge.archive import PayloadFinder, frame
 from megatron_fr.bridge.inspect import inspect_folder
 from megatron_fr.bridge.to_hf import compare, convert_megatron_to_hf
 from megatron_fr.bridge.to_megatron import convert_hf_to_megatron
@@ -50,6 +52,12 @@ def assert_equal_folders(first: Path, second: Path) -> None:
     assert one.keys() == two.keys()
     for name, tensor in one.items():
         assert torch.equal(tensor, two[name]), name
+
+
+def memory(name: str) -> int:
+    """Bytes of this process: ``VmRSS`` now, or ``VmHWM``, the most since the mark was cleared."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
 
 
 def load_and_save_again(jobs: list[tuple[Path, Path, dict[str, int], Path, Path]]) -> list[list[str]]:
@@ -190,3 +198,53 @@ def test_damaged_checkpoints_and_layouts_that_do_not_divide_are_refused(
     with pytest.raises(ModelError, match=r"__0_0\.distcp is missing"):
         convert_megatron_to_hf(checkpoint, tmp_path / "no")
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_stored_piece_is_byte_for_byte_what_torch_saves_and_its_bytes_are_found_again(dtype: torch.dtype) -> None:
+    finder = PayloadFinder()
+    for shape in ((5,), (1, 3, 70)):
+        tensor = torch.randn(shape).to(dtype)
+        data = tensor.view(torch.uint8).numpy().tobytes()
+        before, after = frame(shape, dtype)
+        assert torch.equal(torch.load(io.BytesIO(before + data + after), weights_only=True), tensor)
+        checked = io.BytesIO()
+        torch.save(tensor, checked)
+        for stored in (before + data + after, checked.getvalue()):
+            start = finder.offset(io.BytesIO(stored), shape, dtype)
+            assert start is not None
+            assert stored[start : start + len(data)] == data
+            assert finder.offset(io.BytesIO(stored), (*shape, 1), dtype) is None
+    crossed = io.BytesIO()
+    torch.save(torch.randn(4, 6).to(dtype).t(), crossed)
+    crossed.seek(0)
+    assert finder.offset(crossed, (6, 4), dtype) is None
+
+
+def test_a_cast_there_and_back_keeps_every_bit_and_a_damaged_piece_is_named(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    source = models["moe"]  # of float32 weights
+    rounded = convert_hf_to_megatron(source, tmp_path / "rounded", tensor=2, dtype=torch.bfloat16)
+    out = tensors(convert_megatron_to_hf(rounded, tmp_path / "out"))
+    for name, tensor in tensors(source).items():
+        assert out[name].dtype == tensor.dtype == torch.float32
+        assert torch.equal(out[name], tensor.bfloat16().float()), name
+    file = rounded / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[data.rindex(b"PK\x05\x06")] ^= 1  # the end mark of the last piece's archive
+    file.write_bytes(data)
+    with pytest.raises(ModelError, match=r"__0_0\.distcp: tensor '.*' cannot be read"):
+        convert_megatron_to_hf(rounded, tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+def test_memory_stays_at_a_buffer_when_nothing_must_be_cast(tmp_path: Path) -> None:
+    source = make_untrained(tmp_path / "wide", family="qwen3", vocab_size=100_003)
+    convert_megatron_to_hf(convert_hf_to_megatron(source, tmp_path / "warm"), tmp_path / "warm_back")
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory("VmRSS")
+    convert_megatron_to_hf(convert_hf_to_megatron(source, tmp_path / "checkpoint"), tmp_path / "back")
+    largest = max(tensor.nbytes for tensor in tensors(source).values())
+    assert memory("VmHWM") - before < largest
+    assert_equal_folders(source, tmp_path / "back")

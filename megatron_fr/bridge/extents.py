@@ -1,0 +1,61 @@
+"""Ranges of bytes in open files, copied through one small buffer: what needs no change never becomes a tensor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_fr.errors import ModelError
+
+_BUFFER = 1 << 20  # stays in a processor's cache; copying with it costs what the kernel's own file copy does
+#: The kernel reads or writes at most 2 GiB at a time.
+MAX_TRANSFER = 1 << 30
+
+
+@dataclass(frozen=True)
+class Extent:
+    """``length`` bytes at ``offset`` of an open file; ``tensor`` is theirs, for messages."""
+
+    path: Path
+    descriptor: int
+    offset: int
+    length: int
+    tensor: str
+
+    def read_into(self, buffer: memoryview) -> None:
+        """Fill ``buffer``, as long as this range, whose bytes are then those of the file.
+
+        Raises:
+            ModelError: names the file and the tensor that could not be read.
+        """
+        position = self.offset
+        while buffer:
+            try:
+                count = os.preadv(self.descriptor, [buffer[:MAX_TRANSFER]], position)
+            except OSError as error:
+                raise ModelError(f"{self.path}: tensor {self.tensor!r} cannot be read ({error.strerror})") from error
+            if count == 0:
+                raise ModelError(f"{self.path}: tensor {self.tensor!r} ends early; the file was cut while it was read")
+            buffer, position = buffer[count:], position + count
+
+
+class Copier:
+    """Reads ranges piece by piece, always into the same buffer of 1 MiB."""
+
+    def __init__(self) -> None:
+        self._buffer = memoryview(bytearray(_BUFFER))
+
+    def chunks(self, extents: Iterable[Extent]) -> Iterator[memoryview]:
+        """The bytes of the ranges in order; each piece is valid until the next one is asked for.
+
+        Raises:
+            ModelError: names the file and the tensor that could not be read.
+        """
+        for extent in extents:
+            for start in range(0, extent.length, _BUFFER):
+                length = min(_BUFFER, extent.length - start)
+                part = Extent(extent.path, extent.descriptor, extent.offset + start, length, extent.tensor)
+                part.read_into(self._buffer[:length])
+                yield self._buffer[:length]
