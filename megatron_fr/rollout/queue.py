@@ -71,8 +71,9 @@ class TrajectoryQueue:
             TrajectoryError: it breaks the contract and was not added.
         """
         if trajectory.routed_experts is not None and (problem := trajectory.route_problem(self._limits)) is not None:
-            log.warning("trajectory %s: routes dropped: %s", trajectory.id, problem)
             trajectory.routed_experts, trajectory.route_error = None, problem
+        if trajectory.route_error is not None:
+            log.warning("trajectory %s: routes dropped: %s", trajectory.id, trajectory.route_error)
         trajectory.validate(self._limits)
         if self._group_size == 1:
             self._ready.append((trajectory,))

@@ -154,12 +154,16 @@ def test_what_breaks_the_contract_is_refused_with_its_id(change: dict, reason: s
     assert queue.queued == 0
 
 
-def test_unusable_routes_are_taken_off_and_the_trajectory_is_kept() -> None:
-    queue, _ = make(2)
+def test_unusable_routes_are_taken_off_and_the_trajectory_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    queue, _ = make(3)
     good = np.tile(np.array([0, 1], np.uint8), (3, 2, 1))
     queue.put(trajectory("good", routed_experts=good.copy()))
     queue.put(trajectory("short", routed_experts=good[:2].copy()))
-    with_routes, without = queue.lease(0).trajectories
+    queue.put(trajectory("none", route_error="the engine returned no routes"))
+    with_routes, without, none = queue.lease(0).trajectories
     np.testing.assert_array_equal(with_routes.routed_experts, good)
     assert without.routed_experts is None
     assert without.route_error == "has shape (2, 2, 2), expected (3, 2, 2)"
+    for dropped in (without, none):
+        assert f"trajectory {dropped.id}: routes dropped: {dropped.route_error}" in caplog.text
+    assert "trajectory good" not in caplog.text
