@@ -2,9 +2,9 @@
 
 Parameters are counted exactly, from the bridge's tables. Gradients are float32 buffers of the same size. AdamW keeps
 two float32 moments, and beside bfloat16 weights a float32 copy, sharded over data-parallel ranks by the distributed
-optimizer. Activations are an estimate: the tensors that a layer's backward needs with flash attention, for the
-micro-batches that a pipeline's first stage has in flight; logits as if kept whole for one micro-batch. A rank fits when
-nine tenths of its memory hold the sum, which leaves room for communication buffers and fragmentation.
+optimizer. Activations and the head are estimates, of full micro-batches: :func:`activation_bytes` and
+:func:`head_bytes` say of what. A rank fits when nine tenths of its memory hold the sum, which leaves room for
+communication buffers and fragmentation.
 """
 
 from __future__ import annotations
@@ -24,12 +24,22 @@ from megatron_fr.config.sections import ParallelConfig
 from megatron_fr.errors import ConfigError
 
 USABLE = 0.9
+#: Elements of the head's float32 scratch on a GPU (``trainer/logprob.py``).
+SCRATCH = 1 << 25
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Of the most loaded rank; parameters as counts, everything else in bytes."""
+    """Of the most loaded rank; parameters as counts, everything else in bytes.
+
+    Attributes:
+        weights: in the model's dtype.
+        gradients: DDP's buffer, float32.
+        optimizer: this rank's share of Adam's moments and of the float32 copy.
+        activations: :func:`activation_bytes`.
+        head: :func:`head_bytes`; 0 on all pipeline stages but the last.
+    """
 
     parallel: ParallelConfig
     dense_parameters: int
@@ -38,12 +48,12 @@ class RankMemory:
     gradients: int
     optimizer: int
     activations: int
-    logits: int
+    head: int
 
     @property
     def total(self) -> int:
         """Bytes."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+        return self.weights + self.gradients + self.optimizer + self.activations + self.head
 
 
 def count_parameters(hf_config: Any, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
@@ -86,7 +96,6 @@ def rank_memory(hf_config: Any, config: RunConfig, parallel: ParallelConfig) -> 
     stages = []
     for stage in range(parallel.pipeline):
         dense, experts = count_parameters(hf_config, parallel, stage)
-        activations, logits = _activations(hf_config, config, parallel, stage)
         stages.append(
             RankMemory(
                 parallel=parallel,
@@ -95,16 +104,27 @@ def rank_memory(hf_config: Any, config: RunConfig, parallel: ParallelConfig) -> 
                 weights=(dense + experts) * width,
                 gradients=(dense + experts) * 4,
                 optimizer=-(-dense // shard) * state + -(-experts // expert_shard) * state,
-                activations=activations,
-                logits=logits,
+                activations=activation_bytes(hf_config, config, parallel, stage),
+                head=head_bytes(hf_config, config, parallel) if stage == parallel.pipeline - 1 else 0,
             )
         )
     return max(stages, key=lambda memory: memory.total)
 
 
-def _activations(hf_config: Any, config: RunConfig, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
+def activation_bytes(hf_config: Any, config: RunConfig, parallel: ParallelConfig, stage: int) -> int:
+    """What the layers of pipeline stage ``stage`` keep for their backward, in bytes.
+
+    A layer keeps, in the model's dtype, for each token of a micro-batch: queries, keys, values and the attention's
+    output; four tensors of the hidden size (two norms' inputs and outputs); gate, up and their product of a dense MLP,
+    or for each of the ``top_k`` experts the token's copy, these three, and the expert's output. Flash attention keeps
+    no scores. TP divides what lies between its pairs of matrices; sequence parallelism divides the rest, too.
+
+    Of the micro-batches, stage ``s`` of ``PP`` has ``PP - s`` in flight under 1F1B; the interleaved schedule has
+    ``2 (PP - 1 - s) + (VPP - 1) PP + 1`` of one ``VPP``-th of the stage's layers. With ``recompute=full`` those in
+    flight keep only each layer's input, and one layer at a time is whole.
+    """
     dims, width = Dims.from_hf(hf_config), _DTYPE_BYTES[config.model.dtype]
-    tokens = config.train.micro_batch_size * config.rollout.max_context // parallel.context
+    tokens = _micro_batch_tokens(config) // parallel.context
     sequence = parallel.tensor if dims.experts or parallel.sequence_parallel else 1
     each = dims.layers // parallel.pipeline
     layers = range(stage * each, (stage + 1) * each)
@@ -113,12 +133,50 @@ def _activations(hf_config: Any, config: RunConfig, parallel: ParallelConfig, st
     dense = attention + 3 * dims.ffn / parallel.tensor
     # Every token goes to top_k experts: its copy, gate, up and their product, and the expert's output.
     routed = attention + dims.top_k * (2 * dims.hidden + 3 * dims.moe_ffn / parallel.expert_tensor) / sequence
-    whole = (each - moe) * dense + moe * routed
+    virtual = parallel.virtual_pipeline
+    in_flight: float = parallel.pipeline - stage
+    if virtual > 1:
+        in_flight = (2 * (parallel.pipeline - 1 - stage) + (virtual - 1) * parallel.pipeline + 1) / virtual
     if config.train.recompute == "full":
-        whole = each * dims.hidden / sequence + max(dense if moe < each else 0, routed if moe else 0)
-    in_flight = parallel.pipeline - stage
-    logits = tokens * dims.padded_vocab(parallel.tensor) // parallel.tensor * width
-    return int(whole * tokens * width) * in_flight, logits if stage == parallel.pipeline - 1 else 0
+        one_layer = max(dense if moe < each else 0, routed if moe else 0)
+        per_token = each * dims.hidden / sequence * in_flight + one_layer
+    else:
+        per_token = ((each - moe) * dense + moe * routed) * in_flight
+    return int(per_token * tokens * width)
+
+
+def head_bytes(hf_config: Any, config: RunConfig, parallel: ParallelConfig) -> int:
+    """What the head holds at its peak, in its backward, on a rank of the last pipeline stage; in bytes.
+
+    Only action tokens go through the head, ``N`` of them: at most ``max_new_tokens`` of each trajectory of a padded
+    micro-batch, and in the worst case all tokens of a packed one; under CP the rank that holds most of them. With
+    ``W`` rows of the vocabulary here (padded vocabulary / TP), in the model's dtype:
+
+    - ``logprob_mode=keep``: logits ``[N, W]``; the backward writes their gradient over them;
+    - ``recompute``: logits of ``logprob_chunk_tokens`` tokens, a buffer that the backward uses in blocks of its size;
+    - in both the hidden states ``[N, H]`` and their gradient (float32 when recomputed), and the weight's gradient
+      ``[W, H]`` before it is added to the float32 buffer;
+    - a float32 scratch of at most 2^25 elements.
+
+    One micro-batch: the last stage runs a micro-batch's backward right after its forward.
+    """
+    dims, width = Dims.from_hf(hf_config), _DTYPE_BYTES[config.model.dtype]
+    tokens = _micro_batch_tokens(config)
+    actions = tokens
+    if config.train.max_tokens_per_micro_batch is None:
+        actions = config.train.micro_batch_size * config.rollout.max_new_tokens
+    actions = min(actions, tokens // parallel.context)
+    rows = dims.padded_vocab(parallel.tensor) // parallel.tensor
+    keep = config.train.logprob_mode == "keep"
+    logits = (actions if keep else min(actions, config.train.logprob_chunk_tokens)) * rows
+    hidden = actions * dims.hidden * (2 * width if keep else width + 4)
+    return logits * width + hidden + rows * dims.hidden * width + min(logits, SCRATCH) * 4
+
+
+def _micro_batch_tokens(config: RunConfig) -> int:
+    """Of a full micro-batch, over all CP ranks; a packed one holds at least the longest trajectory."""
+    longest, packed = config.rollout.max_context, config.train.max_tokens_per_micro_batch
+    return max(longest, packed) if packed is not None else config.train.micro_batch_size * longest
 
 
 def legal_layouts(hf_config: Any, world_size: int) -> Iterator[ParallelConfig]:
@@ -168,12 +226,12 @@ def render(config: RunConfig, gpus: int | None, gpu_memory_gb: float) -> str:
         f"{token * contexts / 1e9:.2f} GB for all runners at full length: "
         + ("fits" if engine <= usable else "does not fit at once; runners will wait for room"),
         "trainer GPU, GB:",
-        "  TP  EP  PP  CP  DP  parameters   weights  gradients  optimizer  activations  logits   total  fits",
+        "  TP  EP  PP  CP  DP  parameters   weights  gradients  optimizer  activations    head   total  fits",
     ]
     found = sorted((rank_memory(hf_config, config, layout) for layout in layouts), key=lambda memory: memory.total)
     for memory in found:
         p = memory.parallel
-        parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.logits, memory.total)
+        parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.head, memory.total)
         gb = [f"{part / 1e9:.2f}" for part in parts]
         lines.append(
             f"{p.tensor:4}{p.expert:4}{p.pipeline:4}{p.context:4}{p.data:4}"

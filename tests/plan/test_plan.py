@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import yaml
 from parallel_launch import run_ranks
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from megatron_fr.bridge import hf_tensor_specs, read_hf_config
 from megatron_fr.cli import main
 from megatron_fr.config import RunConfig
 from megatron_fr.config.sections import ParallelConfig
-from megatron_fr.plan import count_parameters, legal_layouts
+from megatron_fr.plan import activation_bytes, count_parameters, head_bytes, legal_layouts, rank_memory
 from megatron_fr.tiny import make_untrained
+from megatron_fr.trainer.logprob import LogprobSettings, head_logprobs
 
 DENSE: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 28}
 SMALL = DENSE | {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}
-#: The models' published configurations, as far as they decide shapes.
+#: The models' published configurations, as far as they decide shapes. Checked against copies of their config.json, or
+#: fields quoted from them, in public repositories: Qwen3-30B-A3B (a whole copy), Qwen2.5-7B-Instruct and
+#: DeepSeek-R1-Distill-Qwen-1.5B (every field here). Of Qwen2.5-Math-1.5B no copy was found: it is trained from
+#: Qwen2.5-1.5B, for which a copy and the family's technical report give these sizes and tied embeddings, and the
+#: published 1.54 billion parameters are the tied count.
 PUBLISHED = {
     "Qwen3-30B-A3B": Qwen3MoeConfig(
         architectures=["Qwen3MoeForCausalLM"],
@@ -118,6 +124,62 @@ def test_counts_equal_those_of_built_models_on_every_rank(tmp_path: Path) -> Non
     for answers in run_ranks(counted_and_built, 2, jobs=jobs):
         for job, (counted, built) in zip(jobs, answers, strict=True):
             assert counted == built, job
+
+
+def run_config(**sections: Any) -> RunConfig:
+    values: dict[str, Any] = {
+        "model": {"path": "unused"},
+        "train": {"num_updates": 1, "batch_size": 128, "micro_batch_size": 2},
+        "rollout": {"max_context": 1000, "max_new_tokens": 300},
+        "reward": {"function": "unused:unused"},
+        "data": {"train": "unused.jsonl"},
+    }
+    return RunConfig.model_validate({k: v | sections.get(k, {}) for k, v in values.items()})
+
+
+def test_only_action_tokens_go_through_the_head_and_what_it_holds_depends_on_its_mode() -> None:
+    model, one = PUBLISHED["Qwen2.5-7B-Instruct"], ParallelConfig()
+    weight = 152064 * 3584 * 2
+    scratch = (1 << 25) * 4
+    assert head_bytes(model, run_config(), one) == 600 * 152064 * 2 + 600 * 3584 * 4 + weight + scratch
+    recompute = run_config(train={"logprob_mode": "recompute", "logprob_chunk_tokens": 64})
+    assert head_bytes(model, recompute, one) == 64 * 152064 * 2 + 600 * 3584 * 6 + weight + 64 * 152064 * 4
+    packed = run_config(train={"max_tokens_per_micro_batch": 4000})
+    two = ParallelConfig(world_size=4, tensor=2, context=2)
+    assert head_bytes(model, packed, two) == 2000 * 76032 * 2 + 2000 * 3584 * 4 + weight // 2 + scratch
+    stages = ParallelConfig(world_size=2, pipeline=2)
+    assert rank_memory(model, run_config(), stages).head in (0, head_bytes(model, run_config(), stages))
+
+
+@pytest.mark.parametrize(("mode", "chunk"), [("keep", 700), ("recompute", 100)])
+def test_the_heads_peak_is_that_of_a_real_head(mode: Literal["keep", "recompute"], chunk: int) -> None:
+    """The terms of the plan's formula against what torch's profiler sees allocated, on a CPU in float32."""
+    tokens, hidden_size, vocab = 700, 64, 20_000
+    hidden = torch.randn(tokens, hidden_size, requires_grad=True)
+    weight = torch.randn(vocab, hidden_size, requires_grad=True)
+    targets = torch.randint(0, vocab, (tokens,))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        logprobs, _ = head_logprobs(hidden, weight, targets, LogprobSettings(vocab, mode=mode, chunk_tokens=chunk))
+        logprobs.sum().backward()
+    running = peak = 0
+    for event in sorted(seen.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            running += event.nbytes()
+            peak = max(peak, running)
+    planned = chunk * vocab * 4 + tokens * hidden_size * 4 + vocab * hidden_size * 4
+    assert 0.95 * planned < peak < 1.05 * planned + 4 * (1 << 18)  # the float32 scratch of a CPU
+
+
+def test_recomputation_keeps_inputs_in_flight_and_one_whole_layer_at_a_time() -> None:
+    model = PUBLISHED["Qwen2.5-7B-Instruct"]
+    stages = ParallelConfig(world_size=4, pipeline=4)
+    layer = 3584 * 2 + 512 * 2 + 4 * 3584 + 3 * 18944
+    kept = [activation_bytes(model, run_config(), stages, stage) for stage in range(4)]
+    assert kept == [7 * layer * 2000 * 2 * flight for flight in (4, 3, 2, 1)]
+    full = run_config(train={"recompute": "full"})
+    assert activation_bytes(model, full, stages, 0) == (7 * 3584 * 4 + layer) * 2000 * 2
+    interleaved = ParallelConfig(world_size=4, pipeline=4, virtual_pipeline=7)
+    assert activation_bytes(model, run_config(), interleaved, 0) == layer * 2000 * 2 * (2 * 3 + 6 * 4 + 1)
 
 
 def test_every_layout_listed_divides_the_model_and_the_ranks() -> None:
