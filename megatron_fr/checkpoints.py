@@ -1,12 +1,17 @@
 """Folders of training checkpoints: names, manifests, which one to go on from, which ones to keep. No torch.
 
 ``output/training_state/update-000040/`` holds Megatron's files (``dist_checkpointing``, torch_dist), ``run.json``
-(counters and what of the configuration must not change), ``rollout.state`` (of the rollout service) and, written last,
-``manifest.json`` with the size and SHA-256 of every other file. A folder has its final name only when it is complete.
+(counters and what of the configuration must not change), ``rollout.state`` (of the rollout service), ``hf/`` (the
+model's configuration and tokenizer, for conversion) and, written last, ``manifest.json`` with the size and SHA-256 of
+every other file. A folder has its final name only when it is complete. Until then it is ``update-000040.tmp``, and the
+process that writes it holds a lock in it, by which a later start tells a left-over from another run's folder.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -16,7 +21,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megatron_fr.errors import CheckpointError
 
@@ -26,6 +31,10 @@ ROLLOUT_FILE = "rollout.state"
 MANIFEST_FILE = "manifest.json"
 _NAME = re.compile(r"^update-(\d{6,})$")
 _WORK_SUFFIX = ".tmp"
+_WORK_NAME = re.compile(r"^update-\d{6,}\.tmp$")
+_LOCK_FILE = ".writing"
+#: What flock answers on file systems that are mounted without it.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
 @dataclass(frozen=True)
@@ -35,7 +44,7 @@ class RunRecord:
     Attributes:
         update: batches consumed.
         version: of the weights.
-        score: the latest ``eval/reward``, None before the first.
+        score: ``eval/reward`` of these weights, None where they were not evaluated.
         fixed: what of the configuration and the model must be the same to go on, by field name.
         trainer: counters that belong to the tensors (see ``trainer/checkpoint_io.py``).
     """
@@ -70,17 +79,59 @@ def folder_of(output: Path, update: int) -> Path:
     return output / FOLDER / f"update-{update:06d}"
 
 
-def work_folder(output: Path, update: int) -> Path:
-    """An empty folder to write that checkpoint into; a left-over of an earlier attempt is removed.
+def work_folder(output: Path, update: int) -> tuple[Path, IO[str] | None]:
+    """A folder to write that checkpoint into, and the lock to keep open while it is written (None: no locks here).
+
+    It holds nothing but the lock; a left-over of an earlier attempt is removed.
 
     Raises:
+        CheckpointError: another process is writing it.
         OSError: it cannot be made.
     """
     work = folder_of(output, update).with_suffix(_WORK_SUFFIX)
     if work.exists():
+        lock = _try_lock(work)
         shutil.rmtree(work)
+        if lock is not None:
+            lock.close()
     work.mkdir(parents=True)
-    return work
+    return work, _try_lock(work)
+
+
+def remove_unfinished(output: Path, say: Callable[[str], None] = print) -> None:
+    """Delete what killed saves of earlier runs left; a folder that a live process writes stays. Both are said."""
+    root = output / FOLDER
+    for work in sorted(p for p in root.iterdir() if _WORK_NAME.match(p.name)) if root.is_dir() else []:
+        try:
+            lock = _try_lock(work)
+            if lock is None:
+                say(f"left {work} alone: without file locks here, it may be another run's; delete it if it is not")
+                continue
+            with lock:
+                shutil.rmtree(work)
+            say(f"removed {work}, an unfinished checkpoint of an earlier run")
+        except (CheckpointError, OSError) as error:
+            say(f"left {work} alone: {error}")
+
+
+def _try_lock(work: Path) -> IO[str] | None:
+    """The lock of a folder; it goes with the file's closing, also when the process is killed. None: no locks here.
+
+    Raises:
+        CheckpointError: another process holds it.
+        OSError: the folder cannot be written.
+    """
+    file = (work / _LOCK_FILE).open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        if isinstance(error, BlockingIOError):
+            raise CheckpointError(f"{work} is being written by another run; give each run its own output") from error
+        if error.errno not in _NO_LOCKS:
+            raise
+        return None
+    return file
 
 
 def complete(work: Path) -> Path:
@@ -89,8 +140,8 @@ def complete(work: Path) -> Path:
     Raises:
         OSError: the disk is full or gone; the folder keeps its temporary name.
     """
-    files = sorted(path for path in work.iterdir() if path.is_file())
-    entries = dict(zip((p.name for p in files), _in_threads(_describe, files), strict=True))
+    files = sorted(path for path in work.rglob("*") if path.is_file() and path.name != _LOCK_FILE)
+    entries = dict(zip((str(p.relative_to(work)) for p in files), _in_threads(_describe, files), strict=True))
     manifest = work / MANIFEST_FILE
     with manifest.open("w") as file:
         json.dump({"files": entries}, file, indent=2)
@@ -101,6 +152,8 @@ def complete(work: Path) -> Path:
         shutil.rmtree(final)
     os.rename(work, final)
     _sync_folder(final.parent)
+    with contextlib.suppress(OSError):  # nothing looks at it in a folder with a final name
+        (final / _LOCK_FILE).unlink(missing_ok=True)
     return final
 
 
@@ -144,8 +197,13 @@ def newest_usable(output: Path, say: Callable[[str], None] = print) -> Path | No
     return None
 
 
-def retain(output: Path, *, last: int, best: int) -> None:
-    """Delete all but the ``last`` newest and the ``best`` with the highest score (the newer of equals)."""
+def retain(output: Path, *, last: int, best: int) -> list[str]:
+    """Delete all but the ``last`` newest and the ``best`` with the highest score (the newer of equals).
+
+    Returns:
+        for each that could not be deleted, why, in one line.
+    """
+    problems: list[str] = []
     folders = all_checkpoints(output)
     scored: list[tuple[float, int, Path]] = []
     for folder in folders:
@@ -159,8 +217,12 @@ def retain(output: Path, *, last: int, best: int) -> None:
     for folder in folders:
         if folder not in kept:
             doomed = folder.with_suffix(_WORK_SUFFIX)  # a crash half-way leaves no folder that looks complete
-            os.rename(folder, doomed)
-            shutil.rmtree(doomed)
+            try:
+                os.rename(folder, doomed)
+                shutil.rmtree(doomed)
+            except OSError as error:
+                problems.append(f"{folder} should go and cannot be deleted: {error.strerror}")
+    return problems
 
 
 def set_aside(output: Path) -> Path | None:

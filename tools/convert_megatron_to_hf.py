@@ -12,7 +12,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint_dir", type=Path, help="folder with .metadata, or with one such folder below it")
+    parser.add_argument(
+        "checkpoint_dir", type=Path, help="a run's training_state/update-N, or any folder with .metadata in or below it"
+    )
     parser.add_argument("out_dir", type=Path, help="Hugging Face folder to write")
     parser.add_argument("--hf-dir", help="folder or hub name with configuration and tokenizer (default: CHECKPOINT/hf)")
     parser.add_argument("--processes", type=int, default=1, help="files written side by side (default: 1)")

@@ -67,6 +67,12 @@ class RunConfig(Section):
                 f"sync.probe_tokens={self.sync.probe_tokens} leaves no room for a prompt in "
                 f"rollout.max_context={self.rollout.max_context}; lower the first or raise the second"
             )
+        evaluated = self.data.eval is not None and self.evaluation.every > 0
+        if self.checkpoint.keep_best and not (evaluated and self.checkpoint.every):
+            raise ValueError(
+                f"checkpoint.keep_best={self.checkpoint.keep_best} needs updates that are both evaluated and saved; "
+                "set data.eval, evaluation.every and checkpoint.every"
+            )
         return self
 
     @property

@@ -260,7 +260,9 @@ class CheckpointConfig(Section):
         0, ge=0, description="updates between Hugging Face folders; 0: at the end and on interruption"
     )
     keep_last: int = Field(2, ge=1, description="training checkpoints that are kept, the newest ones")
-    keep_best: int = Field(0, ge=0, description="further ones that are kept, those with the highest eval/reward")
+    keep_best: int = Field(
+        0, ge=0, description="further ones that are kept: of those evaluated at their own update, the best eval/reward"
+    )
     resume: Literal["auto", "never"] = Field(
         "auto", description="auto: go on from the newest usable training checkpoint in output; never: start anew"
     )

@@ -10,15 +10,17 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch.distributed as dist
 
 from megatron_fr import checkpoints
 from megatron_fr.bridge.dims import Dims
+from megatron_fr.bridge.folder import copy_other_files
+from megatron_fr.bridge.to_megatron import HF_FILES
 from megatron_fr.checkpoints import RunRecord
 from megatron_fr.config import RunConfig
-from megatron_fr.errors import CheckpointError
+from megatron_fr.errors import CheckpointError, ModelError
 from megatron_fr.trainer import checkpoint_io
 from megatron_fr.trainer.feed import from_rank_zero
 from megatron_fr.trainer.policy import Policy
@@ -38,8 +40,10 @@ class TrainingCheckpoints:
         self._writer = checkpoint_io.BackgroundWriter()
         self._fixed = _fixed(config, policy)
         self._work: Path | None = None
+        self._lock: IO[str] | None = None  # on rank 0, while it is written
         self._record: RunRecord | None = None
         self._saved_update = -1
+        from_rank_zero(lambda: checkpoints.remove_unfinished(config.output, lambda line: print(line, flush=True)))
 
     def load(self, folder: Path) -> RunRecord:
         """Bring model, optimizer, schedule and random states to where ``folder`` was saved, in whatever layout.
@@ -94,7 +98,7 @@ class TrainingCheckpoints:
         except CheckpointError as error:
             self._work = None
             if dist.get_rank() == 0:
-                shutil.rmtree(work, ignore_errors=True)
+                self._discard(work)
             raise _unwritable(work, str(error)) from error
         self._work = None
         from_rank_zero(lambda: self._name(work))
@@ -102,11 +106,17 @@ class TrainingCheckpoints:
     def _prepare(self, update: int) -> Path:
         work = checkpoints.folder_of(self._config.output, update)
         try:
-            work = checkpoints.work_folder(self._config.output, update)
-            (work / checkpoints.ROLLOUT_FILE).write_bytes(self._rollout_state())
+            work, self._lock = checkpoints.work_folder(self._config.output, update)
         except OSError as error:
-            shutil.rmtree(work.with_suffix(".tmp"), ignore_errors=True)
             raise _unwritable(work, str(error.strerror)) from error
+        try:
+            (work / checkpoints.ROLLOUT_FILE).write_bytes(self._rollout_state())
+            # With these the conversion to a Hugging Face folder needs nothing else.
+            (work / HF_FILES).mkdir()
+            copy_other_files(self._policy.source, work / HF_FILES)
+        except (OSError, ModelError) as error:
+            self._discard(work)
+            raise _unwritable(work, getattr(error, "strerror", None) or str(error)) from error
         return work
 
     def _name(self, work: Path) -> None:
@@ -114,11 +124,22 @@ class TrainingCheckpoints:
         keep = self._config.checkpoint
         try:
             self._record.write(work)
-            checkpoints.complete(work)
-            checkpoints.retain(self._config.output, last=keep.keep_last, best=keep.keep_best)
+            final = checkpoints.complete(work)
         except OSError as error:
-            shutil.rmtree(work, ignore_errors=True)
+            self._discard(work)
             raise _unwritable(work, str(error.strerror)) from error
+        self._release()
+        for problem in checkpoints.retain(self._config.output, last=keep.keep_last, best=keep.keep_best):
+            print(f"checkpoint {final} is complete; older one {problem}", flush=True)
+
+    def _discard(self, work: Path) -> None:
+        shutil.rmtree(work, ignore_errors=True)
+        self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def _usable(self, folder: Path) -> RunRecord:
         if (reason := checkpoints.problem(folder)) is not None:

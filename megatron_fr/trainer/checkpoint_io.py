@@ -8,6 +8,7 @@ of a manager process, which would outlive a killed trainer, and the child dies w
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 import os
 import pickle
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
@@ -63,7 +64,7 @@ class BackgroundWriter:
         state = {
             "model": model,
             "optimizer": optimizer_state(policy.step.optimizer, model),
-            "rng": _rng_entry(_rng_state()),
+            "rng": ShardedObject("rng_state", _rng_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0),
         }
         # Megatron keeps the results' queue in a module variable and would start a manager process for it.
         filesystem_async._results_queue = _ResultPipe()
@@ -74,7 +75,7 @@ class BackgroundWriter:
         return {
             "adam_step": adam_step(policy.step.optimizer),
             "schedule_step": int(policy.step.schedule.num_steps),
-            "world_size": dist.get_world_size(),
+            "layout": _layout(),
         }
 
     def finished(self, *, wait: bool) -> bool:
@@ -102,7 +103,9 @@ class BackgroundWriter:
 def read(folder: Path, policy: Policy, extra: dict[str, Any]) -> None:
     """Load what :class:`BackgroundWriter` wrote, in this run's layout. A collective.
 
-    Random states are restored where the world has the size that it had; elsewhere they start from the seed.
+    Random states are restored in the layout that they were saved in. In another one there is no rank that they belong
+    to: every rank is seeded, as at a run's start, with a seed derived from rank 0's saved states, and rank 0 says so.
+    Starting again from the run's own seed would repeat numbers that were used.
 
     Args:
         extra: what :meth:`BackgroundWriter.begin` returned.
@@ -113,9 +116,9 @@ def read(folder: Path, policy: Policy, extra: dict[str, Any]) -> None:
     model = model_state(policy.chunks)
     target = OptimizerTarget(policy.step.optimizer, model)
     state: dict[str, Any] = {"model": model, "optimizer": target.state}
-    same_world = extra["world_size"] == dist.get_world_size()
-    if same_world:
-        state["rng"] = _rng_entry(None)
+    saved, now = extra["layout"], _layout()
+    shard = dist.get_rank() if saved == now else 0
+    state["rng"] = ShardedObject("rng_state", None, (saved["world_size"],), (shard,), replica_id=0)
     try:
         # A rank asks for the optimizer state of the parameters it updates, so not every tensor is asked for by the
         # rank that is its main replica, which the check of integrity would demand.
@@ -129,8 +132,21 @@ def read(folder: Path, policy: Policy, extra: dict[str, Any]) -> None:
     # Sets learning rate and weight decay of this step of this run's schedule, whose length may have changed.
     policy.step.schedule.num_steps = 0
     policy.step.schedule.step(extra["schedule_step"])
-    if same_world:
+    if saved == now:
         _set_rng_state(loaded["rng"])
+        return
+    seed = _derived_seed(loaded["rng"])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    if dist.get_rank() == 0:
+        changed = ", ".join(f"{name} {saved[name]} then, {now[name]} now" for name in now if saved[name] != now[name])
+        print(
+            f"checkpoint {folder} was saved in another layout ({changed}): random states are not restored, they start "
+            f"from seed {seed}, derived from the saved ones",
+            flush=True,
+        )
 
 
 class _ResultPipe:
@@ -178,8 +194,25 @@ def _in_child(parent: int, write: Callable[..., None], *args: Any, **kwargs: Any
     write(*args, **kwargs)
 
 
-def _rng_entry(state: dict[str, Any] | None) -> ShardedObject:
-    return ShardedObject("rng_state", state, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+def _layout() -> dict[str, int]:
+    """What decides which random states a rank has."""
+    return {
+        "world_size": dist.get_world_size(),
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
+        "expert": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor": parallel_state.get_expert_tensor_parallel_world_size(),
+    }
+
+
+def _derived_seed(state: dict[str, Any]) -> int:
+    """Below 2^31, from everything in one rank's random states."""
+    digest = hashlib.sha256(repr(state["python"]).encode())
+    tensors = [state["torch"], state["numpy"][1], *(s for _, s in sorted(state["model_parallel"].items()))]
+    for tensor in [*tensors, *([state["cuda"]] if "cuda" in state else [])]:
+        digest.update(tensor.cpu().numpy().tobytes())
+    return int.from_bytes(digest.digest()[:4], "big") >> 1
 
 
 def _rng_state() -> dict[str, Any]:

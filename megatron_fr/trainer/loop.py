@@ -177,6 +177,7 @@ class TrainerLoop:
         self._update += 1  # from here on these are the weights, whatever becomes of their sync
         sync: SyncMetrics | None = None
         if report.stepped:
+            self._score = None  # that was the old weights'
             self._version += 1
             sync = self._sync.push(self._version)
         batch_id, version, stepped = batch.lease.batch_id, self._version, report.stepped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import resource
 import sys
 from pathlib import Path
@@ -20,6 +21,22 @@ def pass_on(jobs: list[Job]) -> list[dict[str, Any]]:
     return [_pass_on(*job) for job in jobs]
 
 
+def pass_on_and_save_run(jobs: list[Job], model: str, output: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """:func:`pass_on`, then a training checkpoint as a run at TP 2 writes it, after two steps; and its weights."""
+    from megatron_fr.trainer.checkpoint import TrainingCheckpoints
+
+    answers = pass_on(jobs)
+    layout = {"world_size": 2, "tensor": 2}
+    policy = _policy(model, layout, "float32")
+    _two_steps(policy)
+    config = run_config(Path(model), layout).model_copy(update={"output": Path(output)})
+    saved = TrainingCheckpoints(config, policy, lambda: b"state")
+    saved.begin(update=7, version=7, score=None)
+    weights = {name: tensor.clone() for name, tensor in policy.hf_tensors() if tensor is not None}
+    saved.finish()
+    return answers, weights
+
+
 def _pass_on(model: str, parallel: dict[str, Any], dtype: str, load: str | None, save: str) -> dict[str, Any]:
     from megatron.core import parallel_state
 
@@ -36,6 +53,7 @@ def _pass_on(model: str, parallel: dict[str, Any], dtype: str, load: str | None,
     torch.distributed.barrier()
     writer = BackgroundWriter()
     extra = writer.begin(Path(save), policy)
+    draws = _draws()
     # The snapshot must not see what training does to the weights meanwhile.
     weights = {name: tensor.clone() for name, tensor in policy.hf_tensors() if tensor is not None}
     for chunk in policy.chunks:
@@ -46,7 +64,20 @@ def _pass_on(model: str, parallel: dict[str, Any], dtype: str, load: str | None,
         torch.save(extra, f"{save}.extra")
     torch.distributed.barrier()
     parallel_state.destroy_model_parallel()
-    return {"weights": weights, "extra": extra, "lr": lr}
+    return {"weights": weights, "extra": extra, "lr": lr, "draws": draws}
+
+
+def _draws() -> list[float]:
+    """The next number of each random state that a checkpoint holds."""
+    import numpy as np
+    from megatron.core import tensor_parallel
+
+    drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    for name in sorted(tracker.get_states()):
+        with tracker.fork(name):
+            drawn.append(float(torch.rand(())))
+    return drawn
 
 
 def _policy(model: str, parallel: dict[str, Any], dtype: str) -> Any:
@@ -86,7 +117,10 @@ def whole_tensors(folders: list[str]) -> list[dict[str, torch.Tensor]]:
 
 
 def failing_writes(model: str, output: str) -> dict[str, str]:
-    """Save once; then again where no file may grow, and where the folder cannot be made. One rank."""
+    """Save once; then again where no file may grow, where the folder cannot be made, and where an old one stays.
+
+    Then a series with scores, of which the best stay; see the test. One rank.
+    """
     from megatron_fr.errors import CheckpointError
     from megatron_fr.trainer.checkpoint import TrainingCheckpoints
 
@@ -113,4 +147,22 @@ def failing_writes(model: str, output: str) -> dict[str, str]:
         blocked.begin(update=4, version=4, score=None)
     except CheckpointError as error:
         errors["unwritable"] = str(error)
+    _keep(config, policy)
     return errors
+
+
+def _keep(config: Any, policy: Any) -> None:
+    """Updates 11 to 17 with these scores in a folder of their own, of which update 11 cannot be deleted."""
+    from megatron_fr.config.sections import CheckpointConfig
+    from megatron_fr.trainer.checkpoint import TrainingCheckpoints
+
+    output = config.output / "scored"
+    keep = CheckpointConfig(keep_last=1, keep_best=2)
+    saved = TrainingCheckpoints(
+        config.model_copy(update={"output": output, "checkpoint": keep}), policy, lambda: b"state"
+    )
+    for update, score in enumerate((0.1, 0.9, 0.5, None, 0.7, 0.9, 0.2), start=11):
+        saved.begin(update=update, version=update, score=score)
+        saved.finish()
+        if update == 11:  # what a checkpoint that goes is renamed to
+            (output / "training_state" / "update-000011.tmp" / "in the way").mkdir(parents=True)

@@ -139,6 +139,8 @@ class Server:
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self.url = ""
+        #: ``(prompt, group)`` of the trajectories of each batch whose commit was asked for, by batches before it.
+        self.used: dict[int, list[tuple[str, str]]] = {}
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(config, restored),))
 
     def __enter__(self) -> Server:
@@ -159,6 +161,9 @@ class Server:
         async def watch(
             request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
         ) -> web.StreamResponse:
+            if request.path == "/commit":
+                leased = rollouts.queue.snapshot()[0][: config.train.batch_size]
+                self.used[rollouts.gate.consumed_batches] = [(t.prompt_id, t.group_id) for t in leased]
             self._on_request(request.method, request.path, rollouts.gate.consumed_batches)
             return await handler(request)
 

@@ -1,10 +1,14 @@
-"""The whole command with real engines: its trainer is killed with SIGKILL, and the same command goes on."""
+"""The whole command with real engines: its trainer is killed with SIGKILL, and the same command goes on.
+
+What the run leaves is then enough to convert and to quantise: its training checkpoint, and nothing else.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,13 +18,16 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 from megatron_fr.agents.arithmetic import questions
 from megatron_fr.checkpoints import all_checkpoints
 from megatron_fr.observe.metrics import read_metrics
+from megatron_fr.quantize import read_calibration
 from megatron_fr.tiny import make_untrained
 
 pytestmark = pytest.mark.slow
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
 def test_a_killed_trainer_goes_on_with_the_same_command_and_the_engines_get_its_weights(tmp_path: Path) -> None:
@@ -68,4 +75,33 @@ def test_a_killed_trainer_goes_on_with_the_same_command_and_the_engines_get_its_
     assert "going on after update" in second.stdout
     rows = read_metrics(output / "metrics.jsonl")
     assert [row["update"] for row in rows] == list(range(7))
-    assert (output / "checkpoints" / "update-000006" / "model.safetensors").exists()
+    saved = output / "checkpoints" / "update-000006"
+    model.rename(tmp_path / "elsewhere")
+
+    newest = all_checkpoints(output)[0]
+    use("convert_megatron_to_hf.py", newest, tmp_path / "hf", "--verify")
+    weights, wanted = load_file(tmp_path / "hf" / "model.safetensors"), load_file(saved / "model.safetensors")
+    assert weights.keys() == wanted.keys()
+    assert all(tensor.equal(wanted[name]) for name, tensor in weights.items())
+    assert {p.name for p in (tmp_path / "hf").iterdir()} == {p.name for p in saved.iterdir()}
+
+    # The trajectories that waited are real ones, with prompts, tool calls and tool output.
+    sequences = read_calibration(newest, saved)
+    assert len(sequences) > 1
+    text = use("quantize_hf.py", saved, tmp_path / "fp8", "--calibration", newest)
+    error = re.search(r"mean ([\d.]+), max ([\d.]+) nats over (\d+) tokens", text)
+    assert error is not None, text
+    assert 0 < float(error[1]) < 0.5
+    assert int(error[3]) == sum(ids.shape[1] - 1 for ids in sequences[1::2])
+
+
+def use(tool: str, *arguments: object) -> str:
+    done = subprocess.run(
+        [sys.executable, str(TOOLS / tool), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import runpy
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
-from layout_ranks import Job, failing_writes, pass_on, whole_tensors
+from layout_ranks import Job, failing_writes, pass_on, pass_on_and_save_run, whole_tensors
 from parallel_launch import run_ranks
 
-from megatron_fr.checkpoints import all_checkpoints, problem
+from megatron_fr.checkpoints import all_checkpoints, problem, read_record, remove_unfinished, work_folder
+from megatron_fr.errors import CheckpointError
 from megatron_fr.tiny import make_untrained
+
+ROOT = Path(__file__).resolve().parents[2]
 
 VOCAB = 515  # odd: TP 2 has a padding row, TP 1 has none
 
@@ -21,24 +27,39 @@ VOCAB = 515  # odd: TP 2 has a padding row, TP 1 has none
 @pytest.mark.slow
 def test_weights_and_moments_survive_every_change_of_layout_bit_by_bit(tmp_path: Path) -> None:
     model = str(make_untrained(tmp_path / "moe", family="qwen3_moe", vocab_size=VOCAB))
-    names = ("tp", "ep", "pp", "half_dp", "half_tp", "one", "half_one")
-    tp, ep, pp, half_dp, half_tp, one, half_one = (str(tmp_path / name) for name in names)
+    deep = str(make_untrained(tmp_path / "deep", family="qwen3_moe", vocab_size=VOCAB, num_layers=4))
+    chains = (
+        ("tp", "tp_again", "ep", "ep_again", "pp", "one"),
+        ("half_dp", "half_tp", "half_one"),
+        ("vpp", "vpp_tp", "vpp_back", "vpp_one"),
+    )
+    order = [str(tmp_path / name) for chain in chains for name in chain]
+    tp, tp_again, ep, ep_again, pp, one, half_dp, half_tp, half_one, vpp, vpp_tp, vpp_back, vpp_one = order
+    interleaved = {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2}
     two: list[Job] = [
         (model, {"world_size": 2, "tensor": 2}, "float32", None, tp),
+        (model, {"world_size": 2, "tensor": 2}, "float32", tp, tp_again),
+        (model, {"world_size": 2, "expert": 2}, "float32", tp, ep_again),
         (model, {"world_size": 2, "expert": 2}, "float32", tp, ep),  # dense layers: distributed optimizer over DP 2
         (model, {"world_size": 2, "pipeline": 2}, "float32", ep, pp),
         (model, {"world_size": 2}, "bfloat16", None, half_dp),
         (model, {"world_size": 2, "tensor": 2}, "bfloat16", half_dp, half_tp),
+        (deep, interleaved, "float32", None, vpp),
+        (deep, {"world_size": 2, "tensor": 2}, "float32", vpp, vpp_tp),
+        (deep, interleaved, "float32", vpp_tp, vpp_back),
     ]
     single: list[Job] = [
         (model, {"distributed_optimizer": False}, "float32", pp, one),
         (model, {"distributed_optimizer": False}, "bfloat16", half_tp, half_one),
+        (deep, {"distributed_optimizer": False}, "float32", vpp_back, vpp_one),
     ]
-    answers = [*run_ranks(pass_on, 2, jobs=two)[0], *run_ranks(pass_on, 1, jobs=single)[0]]
-    order = (tp, ep, pp, half_dp, half_tp, one, half_one)
-    found = dict(zip(order, answers, strict=True))
-    tensors = dict(zip(order, run_ranks(whole_tensors, 1, folders=list(order))[0], strict=True))
-    for first, *later in ((tp, ep, pp, one), (half_dp, half_tp, half_one)):
+    run = tmp_path / "run"
+    ranks = run_ranks(pass_on_and_save_run, 2, jobs=two, model=model, output=str(run))
+    (alone,) = run_ranks(pass_on, 1, jobs=single)
+    jobs = [save for *_, save in (*two, *single)]
+    found, others = (dict(zip(jobs, [*answers, *alone], strict=True)) for answers, _ in ranks)
+    tensors = dict(zip(order, run_ranks(whole_tensors, 1, folders=order)[0], strict=True))
+    for first, *later in ([str(tmp_path / name) for name in chain] for chain in chains):
         wanted = tensors[first]
         moments = [value for name, value in wanted.items() if name.startswith("optimizer.state.exp_avg_sq.")]
         assert len(moments) > 20
@@ -52,9 +73,55 @@ def test_weights_and_moments_survive_every_change_of_layout_bit_by_bit(tmp_path:
             assert found[other]["weights"].keys() == found[first]["weights"].keys()
             for name, value in found[first]["weights"].items():
                 assert torch.equal(found[other]["weights"][name], value), f"{other}: {name} after the bridge"
-            assert found[other]["extra"] | {"world_size": 2} == found[first]["extra"]
+            assert found[other]["extra"] | {"layout": None} == found[first]["extra"] | {"layout": None}
             assert found[other]["extra"]["adam_step"] == 2
             assert found[other]["lr"] == found[first]["lr"] > 0
+
+    # Random states: in the same layout each rank goes on with its own; in another one all go on from what one says.
+    for answers in (found, others):
+        assert answers[tp_again]["draws"] == answers[tp]["draws"]
+        assert len(answers[tp]["draws"]) > 4
+        assert not set(answers[ep]["draws"]) & set(answers[tp]["draws"])
+        assert answers[ep]["draws"] == answers[ep_again]["draws"]
+    assert found[tp]["draws"][:2] != others[tp]["draws"][:2]
+
+    check_conversion(run, ranks[0][1], Path(model), tmp_path)
+
+
+def check_conversion(run: Path, weights: dict[str, torch.Tensor], model: Path, tmp_path: Path) -> None:
+    """A training checkpoint of TP 2 with optimizer state becomes a complete model folder with nothing else given."""
+    from transformers import AutoModelForCausalLM
+
+    model.rename(tmp_path / "elsewhere")  # so that nothing can be taken from there
+    (checkpoint,) = all_checkpoints(run)
+    assert problem(checkpoint) is None
+    out, other = tmp_path / "hf", tmp_path / "hf-other"
+    convert(checkpoint, out, "--verify")
+    converted = load_file(out / "model.safetensors")
+    assert converted.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(converted[name], tensor), name
+    source = {f.name: f.read_bytes() for f in (tmp_path / "elsewhere").iterdir() if f.suffix != ".safetensors"}
+    assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= source.keys()
+    assert {f.name: f.read_bytes() for f in out.iterdir() if f.suffix != ".safetensors"} == source
+    loaded, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"] | info["unexpected_keys"]
+    assert torch.equal(loaded.lm_head.weight, weights["lm_head.weight"])
+
+    override = tmp_path / "elsewhere"
+    (override / "generation_config.json").write_text('{"temperature": 0.5}')
+    convert(checkpoint, other, "--hf-dir", str(override))
+    assert (other / "generation_config.json").read_text() == '{"temperature": 0.5}'
+    (checkpoint / "hf" / "config.json").write_text("{}")
+    assert problem(checkpoint) == "hf/config.json has 2 bytes, expected " + str(len(source["config.json"]))
+
+
+def convert(checkpoint: Path, out: Path, *options: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["convert_megatron_to_hf.py", str(checkpoint), str(out), *options])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / "tools" / "convert_megatron_to_hf.py"), run_name="__main__")
+    assert ended.value.code == 0
 
 
 def test_a_full_disk_is_one_error_and_earlier_and_later_checkpoints_are_whole(tmp_path: Path) -> None:
@@ -68,3 +135,51 @@ def test_a_full_disk_is_one_error_and_earlier_and_later_checkpoints_are_whole(tm
     assert [folder.name for folder in found] == ["update-000003", "update-000001"]
     assert [problem(folder) for folder in found] == [None, None]
     assert len(list((tmp_path / "run" / "training_state").iterdir())) == 2  # nothing half-written lies about
+    # Of a series the newest and the two best stay (the newer of equals among them). Update 11 could not be deleted,
+    # which is no failure of the checkpoints that were written after it.
+    scored = tmp_path / "run" / "scored"
+    kept = [folder.name for folder in all_checkpoints(scored)]
+    assert kept == ["update-000017", "update-000016", "update-000012", "update-000011"]
+    assert [read_record(folder).score for folder in all_checkpoints(scored)] == [0.2, 0.9, 0.9, 0.1]
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from megatron_fr.checkpoints import work_folder
+work, lock = work_folder(Path(sys.argv[1]), 8)
+(work / "half").write_text("")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_saves_folder_goes_at_the_next_start_and_a_live_ones_stays(tmp_path: Path) -> None:
+    killed = tmp_path / "training_state" / "update-000004.tmp"
+    killed.mkdir(parents=True)
+    (killed / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / "training_state" / "update-000002").mkdir()
+    (tmp_path / "training_state" / "notes.tmp").mkdir()
+    live = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert live.stdout is not None
+    assert live.stdout.readline() == "held\n"
+    said: list[str] = []
+    remove_unfinished(tmp_path, said.append)
+    left = sorted(p.name for p in (tmp_path / "training_state").iterdir())
+    assert left == ["notes.tmp", "update-000002", "update-000008.tmp"]
+    assert said[0] == f"removed {killed}, an unfinished checkpoint of an earlier run"
+    assert "update-000008.tmp is being written by another run" in said[1]
+    with pytest.raises(CheckpointError, match="is being written by another run; give each run its own output"):
+        work_folder(tmp_path, 8)
+    assert (tmp_path / "training_state" / "update-000008.tmp" / "half").exists()
+
+    live.kill()  # as a killed run: its lock goes with it
+    live.communicate()
+    work, lock = work_folder(tmp_path, 8)
+    assert [p.name for p in work.iterdir()] == [".writing"]
+    assert lock is not None
+    lock.close()
+    remove_unfinished(tmp_path, said.append)
+    assert not work.exists()

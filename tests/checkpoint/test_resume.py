@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ import pytest
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
-from recorded import VOCAB, Server
+from recorded import PROMPTS, VOCAB, Server
 
 from megatron_fr.checkpoints import ROLLOUT_FILE, all_checkpoints, newest_usable
 from megatron_fr.config import RunConfig, load_config
+from megatron_fr.data.prompts import PromptCursor
 from megatron_fr.observe.metrics import read_metrics
 from megatron_fr.rollout.state import read_state
 from megatron_fr.tiny import make_untrained
@@ -32,20 +34,21 @@ SAME = ("train/loss", "train/grad_norm", "train/lr", "policy/kl_mean", "policy/e
 class Run:
     """One output folder, and the trainer as a process of its own."""
 
-    def __init__(self, folder: Path, model: Path, **checkpoint: Any) -> None:
+    def __init__(self, folder: Path, model: Path, algorithm: dict[str, Any] | None = None) -> None:
         self.output = folder / "run"
+        self.used: dict[int, list[tuple[str, str]]] = {}  # see Server; the latest attempt at each update
         values = {
             "device": "cpu",
             "output": str(self.output),
             "model": {"path": str(model), "dtype": "float32"},
             "optimizer": {"lr": 1e-3, "warmup_fraction": 0.3},
-            "algorithm": {"delta": 0.5},
+            "algorithm": algorithm or {"delta": 0.5},
             "train": {"num_updates": 6, "batch_size": 4, "micro_batch_size": 2, "routing_replay": "off"},
             "rollout": {"runners": 6, "max_context": 64, "max_new_tokens": 32, "max_policy_lag": 2},
             "reward": {"function": "unused:unused"},
             "data": {"train": "unused.jsonl"},
             "sync": {"probe_tokens": 0, "timeout_s": 60},
-            "checkpoint": {"every": 2, "keep_last": 3, **checkpoint},
+            "checkpoint": {"every": 2, "keep_last": 3},
         }
         folder.mkdir(parents=True, exist_ok=True)
         self.file = folder / "run.yaml"
@@ -76,6 +79,7 @@ class Run:
                 text, _ = process.communicate(timeout=200)
             finally:
                 process.kill()
+            self.used |= server.used
         return process.returncode, text
 
     def rows(self) -> list[dict[str, Any]]:
@@ -136,3 +140,19 @@ def test_metrics_and_weights_after_kills_equal_those_of_an_uninterrupted_run(tmp
     (error,) = [line for line in text.splitlines() if line.startswith("error: ")]
     assert "is of another run (train.batch_size: 4 then, 8 now)" in error
     assert json.loads((all_checkpoints(killed.output)[0] / "run.json").read_text())["update"] == 6
+
+
+def test_after_a_kill_a_run_with_groups_uses_every_prompt_exactly_once(tmp_path: Path, model: Path) -> None:
+    run = Run(tmp_path / "grpo", model, {"name": "grpo", "group_size": 2})
+    code, text = run.train(lambda method, path, committed: path == "/commit" and committed == 4)
+    assert code == -signal.SIGKILL, text
+    assert all_checkpoints(run.output), text
+    code, text = run.train()
+    assert code == 0, text
+    assert "going on after update" in text
+    used = [pair for update in range(6) for pair in run.used[update]]
+    assert len(used) == 6 * 4
+    assert set(Counter(group for _, group in used).values()) == {2}
+    assert len(set(used)) == 6 * 2
+    cursor = PromptCursor(PROMPTS, run.config.seed, run.config.data.shuffle)
+    assert {prompt for prompt, _ in used} == {next(cursor).id for _ in range(6 * 2)}  # synchronous: the first twelve
