@@ -1,35 +1,51 @@
 #!/usr/bin/env python3
 """Conversion Hugging Face -> Megatron -> Hugging Face against copying the same files; the last line is JSON.
 
-A Qwen3-MoE of random bfloat16 weights is generated. Each conversion and the copy run in a process of their own, whose
-peak resident memory (with an interpreter's and torch's own) and seconds are measured; the least of several repetitions
-counts. ``time_ratio_vs_copy`` is the slower direction's seconds over the copy's (``..._on_disk``: both until a sync
-returned), ``peak_memory_over_model`` the larger
-peak, less what the process had after its imports, over the size of the weights.
+A Qwen3-MoE of random bfloat16 weights is generated. One process copies and converts it in turns, several times; the
+least seconds and the largest growth of resident memory count. ``time_ratio_vs_copy`` is the slower direction's seconds
+over the copy's (``..._on_disk``: both until a sync returned), ``peak_memory_over_model`` the largest growth over the
+size of the weights.
 
-The public ``mbridge`` package is compared when it can be imported; it is no dependency of this project.
+Then two trainer ranks load the folder into a model and save it (``load_hf_weights``, ``save_hf_folder``), at TP 2 and
+at EP 2. ``load_memory_over_layer`` and ``save_memory_over_layer`` are the most that any rank's resident memory rose
+above its level with the model in it, over the bytes of one decoder layer.
+
+The public ``mbridge`` package is compared where it can be imported (it is no dependency of this project): one rank on a
+CPU loads the folder into the same local-spec model and saves it, with mbridge and with this project. As it is, mbridge
+0.15.1 does neither there. Its ``get_model`` stops at ``ModelType.encoder_and_decoder``, which Megatron-Core 0.19 has
+not, and asks for Transformer Engine's layers; its ``load_weights`` into a model of local layers says ``Unsupported
+parameter name: decoder.layers.0.input_layernorm.weight``. So it gets a model that is already built and, from
+:func:`mbridge_for_local_layers`, the names of local layers; the rest is its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import filecmp
+import gc
 import importlib.util
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_fr.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 
-def generate(folder: Path, layers: int, experts: int, vocabulary: int) -> int:
-    """Write the model, return the bytes of its weights."""
+def generate(folder: Path, layers: int, experts: int, vocabulary: int) -> tuple[int, int]:
+    """Write the model, return the bytes of its weights and those of one layer."""
     import torch
     from transformers import Qwen3MoeConfig
 
@@ -57,95 +73,232 @@ def generate(folder: Path, layers: int, experts: int, vocabulary: int) -> int:
     files = plan_files(hf_tensor_specs(config, torch.bfloat16), 10**9)
     generator = torch.Generator().manual_seed(0)
     for name, members in files.items():
-        writer = TensorFileWriter(folder / name, members)
-        for spec in members:
-            bits = torch.randint(-(2**15), 2**15, spec.shape, generator=generator, dtype=torch.int16)
-            writer.write(spec.name, bits.view(torch.bfloat16))
-        writer.close()
+        with TensorFileWriter(folder / name, members) as writer:
+            for spec in members:
+                bits = torch.randint(-(2**15), 2**15, spec.shape, generator=generator, dtype=torch.int16)
+                writer.write(spec.name, bits.view(torch.bfloat16))
     write_index(folder, files)
-    return sum(spec.num_bytes for members in files.values() for spec in members)
+    specs = [spec for members in files.values() for spec in members]
+    layer = sum(spec.num_bytes for spec in specs if spec.name.startswith("model.layers.0."))
+    return sum(spec.num_bytes for spec in specs), layer
 
 
-def child(kind: str, source: Path, out: Path) -> None:
-    """Do one thing and print its seconds, the memory before it, and the peak, in bytes."""
-    if kind == "copy":
-        do: Callable[[Path, Path], object] = shutil.copytree
+def convert(source: Path, repetitions: int) -> dict[str, list[float]]:
+    """Copy and convert in turns; for each kind least seconds, least seconds until on disk, largest growth in bytes."""
+    from megatron_fr.bridge import read_hf_config
+    from megatron_fr.bridge.to_hf import convert_megatron_to_hf
+    from megatron_fr.bridge.to_megatron import convert_hf_to_megatron
+
+    read_hf_config(source)  # imports transformers
+    work = source.parent
+    jobs: dict[str, tuple[Callable[..., object], Path, Path]] = {
+        "copy": (shutil.copytree, source, work / "copy"),
+        "to_megatron": (convert_hf_to_megatron, source, work / "megatron"),
+        "to_hf": (convert_megatron_to_hf, work / "megatron", work / "back"),
+    }
+    samples: dict[str, list[tuple[float, float, int]]] = {kind: [] for kind in jobs}
+    for _ in range(repetitions):
+        for kind, (do, origin, out) in jobs.items():
+            shutil.rmtree(out, ignore_errors=True)
+            os.sync()  # what earlier runs left to be written is not this one's time
+            before = reset_peak()
+            started = time.monotonic()
+            do(origin, out)
+            seconds = time.monotonic() - started
+            os.sync()
+            samples[kind].append((seconds, time.monotonic() - started, status("VmHWM") - before))
+    return {
+        kind: [min(s for s, _, _ in found), min(d for _, d, _ in found), max(m for _, _, m in found)]
+        for kind, found in samples.items()
+    }
+
+
+def load_and_save(source: Path, layouts: list[dict[str, int]], package: str) -> list[list[list[float]]]:
+    """On every rank, for each layout ``[seconds, growth in bytes]`` of loading the folder and of saving it again."""
+    from megatron_fr.device import resolve_device
+    from megatron_fr.trainer import distributed
+
+    answers = []
+    for number, layout in enumerate(layouts):
+        config = run_config(source, layout)
+        device = resolve_device("cpu")
+        distributed.initialize(config.parallel, device, seed=1, timeout_s=300)
+        from megatron.core import parallel_state
+
+        answers.append([timed(step) for step in steps(config, source, package, f"saved_by_{package}_{number}")])
+        parallel_state.destroy_model_parallel()
+    return answers
+
+
+def run_config(source: Path, layout: dict[str, int]) -> RunConfig:
+    """A trainer's configuration for the folder, of which only model and layout matter here."""
+    from megatron_fr.config import RunConfig
+
+    return RunConfig.model_validate(
+        {
+            "model": {"path": str(source), "dtype": "bfloat16"},
+            "parallel": {"world_size": int(os.environ["WORLD_SIZE"]), **layout},
+            "train": {"num_updates": 1, "batch_size": 2},
+            "reward": {"function": "unused:unused"},
+            "data": {"train": "unused.jsonl"},
+        }
+    )
+
+
+def steps(config: RunConfig, source: Path, package: str, name: str) -> Iterator[Callable[[], object]]:
+    """Build the model, then give what loads the folder into it, and what saves it beside the folder."""
+    from megatron_fr.bridge import load_hf_weights, read_hf_config
+    from megatron_fr.bridge.save import save_hf_folder
+    from megatron_fr.device import resolve_device
+    from megatron_fr.trainer.model import build_model
+
+    hf_config, out = read_hf_config(source), source.parent / name
+    chunks = build_model(hf_config, config, resolve_device("cpu"))
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        parameter.data.fill_(1.0)  # all of the model's memory is the process's before the first measurement
+    if package == "mbridge":
+        bridge = mbridge_for_local_layers(source)
+        yield lambda: bridge.load_weights(chunks, str(source))
+        yield lambda: bridge.save_weights(chunks, str(out))
     else:
-        from megatron_fr.bridge import read_hf_config
-        from megatron_fr.bridge.to_hf import convert_megatron_to_hf
-        from megatron_fr.bridge.to_megatron import convert_hf_to_megatron
+        yield lambda: load_hf_weights(chunks, hf_config, source)
+        yield lambda: save_hf_folder(chunks, hf_config, source, out)
 
-        read_hf_config(source if kind == "to_megatron" else source / "hf")  # imports transformers
-        do = convert_hf_to_megatron if kind == "to_megatron" else convert_megatron_to_hf
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = _status("VmRSS")
+
+def timed(step: Callable[[], object]) -> list[float]:
+    """``[seconds, growth of resident memory in bytes]``."""
+    before = reset_peak()
     started = time.monotonic()
-    do(source, out)
-    seconds = time.monotonic() - started
-    os.sync()
-    on_disk = time.monotonic() - started
-    print(json.dumps({"seconds": seconds, "on_disk": on_disk, "before": before, "peak": _status("VmHWM")}))
+    step()
+    return [time.monotonic() - started, float(status("VmHWM") - before)]
 
 
-def _status(name: str) -> int:
+def mbridge_for_local_layers(source: Path) -> Any:
+    """mbridge's bridge for the folder, told what Megatron-Core's local layers call their parameters."""
+    import re
+
+    from mbridge import AutoBridge
+
+    kind = type(AutoBridge.from_pretrained(str(source)))
+
+    class ForLocalLayers(kind):  # type: ignore[misc, valid-type]
+        def _weight_name_mapping_mcore_to_hf(self, mcore_weights_name: str) -> Any:
+            name = mcore_weights_name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
+            name = re.sub(r"\.local_experts\.(\d+)\.(linear_fc\d)\.weight", r".\2.weight\1", name)
+            return super()._weight_name_mapping_mcore_to_hf(name)
+
+    from transformers import AutoConfig
+
+    return ForLocalLayers(AutoConfig.from_pretrained(source))
+
+
+def reset_peak() -> int:
+    """Give freed memory back, reset the mark of resident memory, and return its level in bytes."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return status("VmRSS")
+
+
+def status(name: str) -> int:
+    """A size that the kernel reports of this process, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"the kernel reports no {name}")
 
 
-def measure(kind: str, source: Path, out: Path, repetitions: int) -> tuple[float, float, int]:
-    """``(least seconds, least seconds until it is on disk, largest growth of memory)``; leaves ``out``."""
-    seconds, on_disk, growth = [], [], []
-    for _ in range(repetitions):
-        shutil.rmtree(out, ignore_errors=True)
-        os.sync()  # what earlier runs left to be written is not this one's time
-        command = [sys.executable, __file__, "--child", kind, str(source), str(out)]
-        answer = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-        seconds.append(answer["seconds"])
-        on_disk.append(answer["on_disk"])
-        growth.append(answer["peak"] - answer["before"])
-    return min(seconds), min(on_disk), max(growth)
+def start(call: dict[str, Any], world_size: int = 1) -> list[Any]:
+    """Call a function of this file in processes of their own; their answers in rank order."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    names = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    names |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, __file__, "--child", json.dumps(call)]
+    ranks = [
+        subprocess.Popen(
+            command, env=os.environ | names | {"RANK": str(i), "LOCAL_RANK": str(i)}, stdout=subprocess.PIPE, text=True
+        )
+        for i in range(world_size)
+    ]
+    outputs = [rank.communicate()[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        raise SystemExit(f"{call['function']} failed, see above")
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def same_files(first: Path, second: Path) -> None:
+    for file in first.glob("*.safetensors"):
+        if not filecmp.cmp(file, second / file.name, shallow=False):
+            raise SystemExit(f"{second / file.name} came back different")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="0.3 GB instead of 2.6 GB")
     parser.add_argument("--dir", type=Path, help="where to write (default: the temporary folder)")
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        kind, source, out = arguments.child
-        child(kind, Path(source), Path(out))
+        call = json.loads(arguments.child)
+        function = {"convert": convert, "load_and_save": load_and_save}[call.pop("function")]
+        print(json.dumps(function(source=Path(call.pop("source")), **call)))  # type: ignore[operator]
         return
-    layers, experts, vocabulary, repetitions = (4, 16, 8003, 2) if arguments.quick else (16, 32, 32003, 3)
+    layers, experts, vocabulary, repetitions = (4, 16, 8003, 3) if arguments.quick else (16, 32, 32003, 3)
+    result: dict[str, Any] = {"benchmark": "convert"}
     with tempfile.TemporaryDirectory(dir=arguments.dir) as name:
-        work = Path(name)
-        size = generate(work / "hf", layers, experts, vocabulary)
-        found = {
-            "copy": measure("copy", work / "hf", work / "copy", repetitions),
-            "to_megatron": measure("to_megatron", work / "hf", work / "megatron", repetitions),
-            "to_hf": measure("to_hf", work / "megatron", work / "back", repetitions),
-        }
-        for file in (work / "hf").glob("*.safetensors"):
-            if file.read_bytes() != (work / "back" / file.name).read_bytes():
-                raise SystemExit(f"{file.name} came back different")
-    for kind, (seconds, on_disk, memory) in found.items():
-        print(
-            f"{kind:12} {seconds:7.2f} s, on disk after {on_disk:7.2f} s, peak memory +{memory / 1e9:.3f} GB "
-            f"({size / 1e9:.2f} GB of weights)"
-        )
-    if importlib.util.find_spec("mbridge") is None:
-        print("mbridge: not compared, it is not installed")
-    else:
-        print("mbridge: not compared, it needs the model on a GPU")
-    ratios = [max(found["to_megatron"][i], found["to_hf"][i]) / found["copy"][i] for i in (0, 1)]
-    result = {
-        "time_ratio_vs_copy": round(ratios[0], 3),
-        "time_ratio_vs_copy_on_disk": round(ratios[1], 3),
-        "peak_memory_over_model": round(max(memory for *_, memory in found.values()) / size, 4),
-    }
+        source = Path(name) / "hf"
+        size, layer = generate(source, layers, experts, vocabulary)
+        (found,) = start({"function": "convert", "source": str(source), "repetitions": repetitions})
+        same_files(source, source.parent / "back")
+        for kind, (seconds, on_disk, memory) in found.items():
+            print(
+                f"{kind:12} {seconds:7.2f} s, on disk after {on_disk:7.2f} s, peak memory +{memory / 1e9:.3f} GB "
+                f"({size / 1e9:.2f} GB of weights)",
+                flush=True,
+            )
+        for i, key in enumerate(("time_ratio_vs_copy", "time_ratio_vs_copy_on_disk")):
+            result[key] = round(max(found["to_megatron"][i], found["to_hf"][i]) / found["copy"][i], 3)
+        result["peak_memory_over_model"] = round(max(memory for *_, memory in found.values()) / size, 4)
+        for folder in ("copy", "megatron", "back"):
+            shutil.rmtree(source.parent / folder)
+
+        result |= {"load_memory_over_layer": 0.0, "save_memory_over_layer": 0.0}
+        job = {"function": "load_and_save", "source": str(source), "package": "megatron_fr"}
+        layouts = [{"tensor": 2}, {"expert": 2}]
+        ranks = start(job | {"layouts": layouts}, 2)
+        for number, layout in enumerate(layouts):
+            same_files(source, source.parent / f"saved_by_megatron_fr_{number}")
+            for i, step in enumerate(("load", "save")):
+                seconds, memory = (max(rank[number][i][which] for rank in ranks) for which in (0, 1))
+                key = f"{step}_memory_over_layer"
+                result[key] = max(result[key], round(memory / layer, 3))
+                print(
+                    f"{step} on two ranks, {layout}: {seconds:.2f} s, peak memory +{memory / 1e6:.1f} MB "
+                    f"(a layer has {layer / 1e6:.1f} MB)",
+                    flush=True,
+                )
+        if importlib.util.find_spec("mbridge") is None:
+            print("mbridge: not compared, it is not installed")
+        else:
+            result |= compare_mbridge(job)
     print(json.dumps(result))
+
+
+def compare_mbridge(job: dict[str, Any]) -> dict[str, float]:
+    """This project's seconds and peak memory over mbridge's, loading and saving on one rank."""
+    ((theirs,),) = start(job | {"layouts": [{}], "package": "mbridge"})
+    ((ours,),) = start(job | {"layouts": [{}]})
+    ratios = {}
+    for i, step in enumerate(("load", "save")):
+        print(
+            f"{step} on one rank: {ours[i][0]:.2f} s, peak memory +{ours[i][1] / 1e6:.1f} MB; "
+            f"mbridge {theirs[i][0]:.2f} s, +{theirs[i][1] / 1e6:.1f} MB"
+        )
+        ratios[f"{step}_time_ratio_vs_mbridge"] = round(ours[i][0] / theirs[i][0], 3)
+        ratios[f"{step}_memory_ratio_vs_mbridge"] = round(ours[i][1] / theirs[i][1], 4)
+    return ratios
 
 
 if __name__ == "__main__":

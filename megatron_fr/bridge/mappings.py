@@ -132,7 +132,7 @@ class VocabParallel(Rule):
         return torch.cat([real, real.new_zeros(rows - len(real), dims.hidden)])
 
     def gather(self, shards: Sequence[torch.Tensor], dims: Dims) -> tuple[torch.Tensor, ...]:
-        return (torch.cat(list(shards))[: dims.vocab],)
+        return (_join(shards)[: dims.vocab],)
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class RowParallel(Rule):
         return sources[0][:, rank * columns : (rank + 1) * columns]
 
     def gather(self, shards: Sequence[torch.Tensor], dims: Dims) -> tuple[torch.Tensor, ...]:
-        return (torch.cat(list(shards), dim=1),)
+        return (_join(shards, dim=1),)
 
     @property
     def axis(self) -> int | None:
@@ -171,7 +171,7 @@ class GatedMLP(Rule):
 
     def gather(self, shards: Sequence[torch.Tensor], dims: Dims) -> tuple[torch.Tensor, ...]:
         halves = [shard.chunk(2) for shard in shards]
-        return torch.cat([gate for gate, _ in halves]), torch.cat([up for _, up in halves])
+        return _join([gate for gate, _ in halves]), _join([up for _, up in halves])
 
     @property
     def parts(self) -> int:
@@ -202,9 +202,14 @@ class QKV(Rule):
         return grouped.reshape(-1, *grouped.shape[2:])
 
     def gather(self, shards: Sequence[torch.Tensor], dims: Dims) -> tuple[torch.Tensor, ...]:
-        whole = torch.cat(list(shards))
+        whole = _join(shards)
         tail = whole.shape[1:]
         grouped = whole.reshape(dims.kv_heads, -1, *tail)
         queries = dims.q_size // dims.kv_heads
         q, k, v = grouped.split([queries, dims.head_dim, dims.head_dim], dim=1)
         return q.reshape(-1, *tail), k.reshape(-1, *tail), v.reshape(-1, *tail)
+
+
+def _join(shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """The shards side by side; one alone as it is, not copied."""
+    return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=dim)
