@@ -12,7 +12,6 @@ import importlib.util
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,17 +20,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_fr.ports import lease_free_port
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *, timeout_s: float = 240, **kwargs: Any) -> list[Any]:
     """Call ``function(**kwargs)`` on ``world_size`` CPU ranks and return their answers in rank order."""
-    with tempfile.TemporaryDirectory() as name:
+    # Ranks import for a long time before they bind it: a port that was only free is another test's by then.
+    with tempfile.TemporaryDirectory() as name, lease_free_port("127.0.0.1") as lease:
         folder = Path(name)
         (folder / "call").write_bytes(
             pickle.dumps((sys.modules[function.__module__].__file__, function.__qualname__, pickle.dumps(kwargs)))
         )
-        port = free_port()
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(world_size):
@@ -40,7 +41,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *, timeout_s: float
                     "LOCAL_RANK": str(rank),
                     "WORLD_SIZE": str(world_size),
                     "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
+                    "MASTER_PORT": str(lease.port),
                     "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
                     "OMP_NUM_THREADS": "1",
                     "CUDA_VISIBLE_DEVICES": "",
@@ -59,13 +60,6 @@ def run_ranks(function: Callable[..., Any], world_size: int, *, timeout_s: float
         import torch
 
         return [torch.load(folder / f"answer{rank}", weights_only=False) for rank in range(world_size)]
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], folder: Path, timeout_s: float) -> None:

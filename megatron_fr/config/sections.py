@@ -147,6 +147,9 @@ class TrainConfig(Section):
         description="updates between forwards with the live router that measure what replay changes; each takes about "
         "a third of an update's forward and backward; 0: none",
     )
+    moe_aux_loss_coeff: float = Field(
+        0.0, ge=0, description="of the experts' load-balancing loss in each micro-batch; 0, as published, turns it off"
+    )
     recompute: Literal["off", "selective", "full"] = Field(
         "off", description="activation recomputation; selective: of the attention's core only"
     )

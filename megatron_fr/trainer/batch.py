@@ -76,6 +76,7 @@ class MicroBatch:
     Attributes:
         tokens, targets: int64 ``[r, c]``.
         position_ids: int64 ``[r, c]``, position in the trajectory.
+        padding: bool ``[r, c]``, true where no token of a trajectory is processed.
         action_mask: bool ``[r, c]``, true where the *target* was sampled by the policy.
         behavior_logprobs: float32 ``[r, c]`` of the target, 0 elsewhere.
         versions: int32 ``[r, c]`` of the target.
@@ -88,6 +89,7 @@ class MicroBatch:
     tokens: torch.Tensor
     targets: torch.Tensor
     position_ids: torch.Tensor
+    padding: torch.Tensor
     action_mask: torch.Tensor
     behavior_logprobs: torch.Tensor
     versions: torch.Tensor
@@ -133,7 +135,7 @@ def build_micro_batch(
     rows = 1 if layout.packed else len(spans)
     width = rows * total
     tokens, targets, positions = (np.zeros(width, dtype=np.int64) for _ in range(3))
-    mask = np.zeros(width, dtype=np.bool_)
+    mask, padding = np.zeros(width, dtype=np.bool_), np.ones(width, dtype=np.bool_)
     behavior = np.zeros(width, dtype=np.float32)
     versions = np.full(width, -1, dtype=np.int32)
     for start, length in spans:
@@ -142,6 +144,7 @@ def build_micro_batch(
         here = slice(start, start + len(t) - 1)
         tokens[here] = t.tokens[:-1]
         targets[here] = t.tokens[1:]
+        padding[here] = False
         mask[here] = t.action_mask[1:]
         behavior[here] = np.where(t.action_mask[1:], t.behavior_logprobs[1:], 0.0)
         versions[here] = t.versions[1:]
@@ -153,6 +156,7 @@ def build_micro_batch(
         tokens=local(tokens),
         targets=local(targets),
         position_ids=local(positions),
+        padding=local(padding),
         action_mask=local(mask),
         behavior_logprobs=local(behavior),
         versions=local(versions),

@@ -57,6 +57,7 @@ def build_transformer_config(
     transformer_impl: str = "local",
     recompute: str = "off",
     routing_replay: bool = False,
+    aux_loss_coeff: float = 0.0,
 ) -> Any:
     """Megatron-Core's ``TransformerConfig`` for a Hugging Face model.
 
@@ -65,16 +66,21 @@ def build_transformer_config(
         transformer_impl: ``te`` or ``local``, see :meth:`megatron_fr.device.Device.transformer_impl`.
         recompute: ``train.recompute``, what is made again in the backward pass.
         routing_replay: build routers that can replay experts.
+        aux_loss_coeff: ``train.moe_aux_loss_coeff``, see :mod:`megatron_fr.trainer.aux_loss`.
 
     Raises:
         ModelError: the model has a feature that is not supported.
-        ConfigError: the model cannot be split as ``parallel`` says.
+        ConfigError: the model cannot be split as ``parallel`` says, or has no experts to balance.
     """
     from megatron.core.transformer import TransformerConfig
 
     family, dims = family_of(hf_config), Dims.from_hf(hf_config)
     _check_model(hf_config)
     _check_split(dims, parallel)
+    if aux_loss_coeff and not family.moe:
+        raise ConfigError(
+            f"train.moe_aux_loss_coeff={aux_loss_coeff}: the model has no experts to balance; set it to 0"
+        )
     moe: dict[str, Any] = {}
     if family.moe:
         moe = {
@@ -84,8 +90,8 @@ def build_transformer_config(
             # Softmax over the chosen logits equals softmax over all, renormalised over the chosen.
             "moe_router_pre_softmax": not hf_config.norm_topk_prob,
             "moe_router_dtype": "fp32",
-            "moe_router_load_balancing_type": "none",
-            "moe_aux_loss_coeff": 0.0,
+            "moe_router_load_balancing_type": "aux_loss" if aux_loss_coeff else "none",
+            "moe_aux_loss_coeff": aux_loss_coeff,
             "moe_grouped_gemm": transformer_impl == "te",
             "moe_enable_routing_replay": routing_replay,
             # Only where layers differ: a list also changes how Megatron-Core names the tensors of a checkpoint.
@@ -175,6 +181,7 @@ def build_model(
         transformer_impl=implementation,
         recompute=run_config.train.recompute,
         routing_replay=routing_replay and family_of(hf_config).moe,
+        aux_loss_coeff=run_config.train.moe_aux_loss_coeff,
     )
     virtual = run_config.parallel.virtual_pipeline
     chunks = []
@@ -218,6 +225,10 @@ def _block_spec(config: Any, dims: Dims, implementation: str, stage: int | None)
 
         make = _local_layer
     kinds = {moe: make(config, moe) for moe in set(_moe_pattern(dims))}
+    if config.moe_aux_loss_coeff:
+        from megatron_fr.trainer.aux_loss import BalancedRouter
+
+        kinds[1].submodules.mlp.keywords["submodules"].router = BalancedRouter
     first = get_transformer_layer_offset(config, stage)
     here = _moe_pattern(dims)[first : first + get_num_layers_to_build(config, stage)]
     return TransformerBlockSubmodules(layer_specs=[kinds[moe] for moe in here], layer_norm=layer_norm)

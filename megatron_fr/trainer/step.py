@@ -2,7 +2,8 @@
 
 Scale of the loss. Megatron's schedule multiplies a micro-batch's loss by CP and divides it by the number of
 micro-batches; its DDP averages gradients over DP x CP. The objective wants the plain sum over micro-batches, DP and CP
-ranks, so the loss is multiplied by ``DP x micro-batches`` here, and nowhere else.
+ranks, so the loss is multiplied by ``DP x micro-batches`` here, and nowhere else. The load-balancing loss of experts
+goes another way: see :mod:`megatron_fr.trainer.aux_loss`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_fr.algorithm.stats import MAX_NAMES, SUM_NAMES, LossStats, policy_metrics
 from megatron_fr.errors import UpdateError
+from megatron_fr.trainer.aux_loss import aux_loss_metrics, reset_aux_loss, router_padding
 from megatron_fr.trainer.batch import MicroBatch
 from megatron_fr.trainer.head import HeadTask, LogprobHead
 from megatron_fr.trainer.objective import BatchConstants, Objective
@@ -86,8 +88,10 @@ class TrainStep:
         self.optimizer.zero_grad()
         scale = parallel_state.get_data_parallel_world_size() * len(batches)
         loss = partial(self._training_loss, constants=constants, scale=scale)
+        reset_aux_loss()
         results = self._run(batches, loss, train=True, actions_only=True)
         metrics = self._reduce(batches, results, live, constants)
+        metrics |= aux_loss_metrics(self.chunks[0].config, len(batches), next(self.chunks[0].parameters()).device)
         if live is not None:
             metrics["time/replay_check"] = replay_check_s
         forward_backward_s = time.monotonic() - started
@@ -95,7 +99,7 @@ class TrainStep:
         started = time.monotonic()
         self.schedule.step(1)
         if not metrics["policy/admitted_tokens"]:
-            # The gradient is exactly zero, and Adam's momentum would move the weights on no evidence.
+            # The objective's gradient is exactly zero, and Adam's momentum would move the weights on no evidence.
             return StepReport(metrics, forward_backward_s, 0.0, stepped=False)
         stepped, grad_norm, _zeros = self.optimizer.step()
         metrics["train/grad_norm"] = float(grad_norm or 0.0)
@@ -165,6 +169,7 @@ class TrainStep:
             batch.position_ids,
             None,
             packed_seq_params=batch.packed_seq_params,
+            padding_mask=router_padding(model, batch.padding),
             output_processor=self.head,
             output_processor_context=task,
         )

@@ -1,24 +1,15 @@
-"""Tiny models with the scenario's batch and the reference's answer to it."""
+"""Tiny models with the scenarios' batches and the reference's answers to them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from update_reference import Reference, Update
-from update_scenario import DELTA, FAILURE_QUANTILE, OPTIMIZER, SHAPES, TEMPERATURE, make_trajectories
+from update_scenario import OPTIMIZER, SCENARIOS, TEMPERATURE, make_trajectories
 
 from megatron_fr.tiny import make_untrained
-from megatron_fr.trajectory import encode
-
-#: Vocabulary 515 is odd, so that TP 2 needs a padding row; four layers make two virtual stages on two ranks.
-#: ``moe_live`` has no routes to replay.
-MODELS: dict[str, dict[str, Any]] = {
-    "moe": {"family": "qwen3_moe", "num_layers": 4, "vocab_size": 515},
-    "moe_live": {"family": "qwen3_moe", "num_layers": 4, "vocab_size": 515},
-    "dense": {"family": "qwen2", "num_layers": 4, "vocab_size": 515},
-}
+from megatron_fr.trajectory import Trajectory, encode
 
 
 @dataclass
@@ -26,25 +17,25 @@ class Case:
     """A model folder with ``batch.npz`` in it, and what one update on that batch must do."""
 
     folder: Path
+    trajectories: list[Trajectory]
     wanted: Update
 
 
-def make_case(folder: Path, arguments: dict[str, Any]) -> Case:
-    make_untrained(folder, **arguments)
+def make_case(folder: Path, name: str) -> Case:
+    scenario = SCENARIOS[name]
+    make_untrained(folder, **scenario.model)
     reference = Reference(folder)
     config = reference.model.config
     routes = None
-    if folder.name == "moe":
+    if scenario.replay:
         routes = (config.num_hidden_layers, config.num_experts_per_tok, config.num_experts)
-    trajectories = make_trajectories(config.vocab_size, routes, lambda made: reference.logprobs(made, TEMPERATURE))
-    (folder / "batch.npz").write_bytes(encode(trajectories))
-    wanted = reference.update(
-        trajectories,
-        delta=DELTA,
-        temperature=TEMPERATURE,
-        failure_quantile=FAILURE_QUANTILE,
-        optimizer=OPTIMIZER,
+    trajectories = make_trajectories(
+        scenario, config.vocab_size, routes, lambda made: reference.logprobs(made, TEMPERATURE)
     )
-    # The scenario is worth comparing: exactly the marked trajectory is rejected, and not by a hair.
-    assert wanted.admitted == [special != "rejected" for *_, special in SHAPES]
-    return Case(folder, wanted)
+    (folder / "batch.npz").write_bytes(encode(trajectories))
+    wanted = reference.update(trajectories, algorithm=scenario.algorithm, temperature=TEMPERATURE, optimizer=OPTIMIZER)
+    if scenario.algorithm.get("admission", "sequence") == "sequence" and scenario.algorithm["name"] != "grpo":
+        # The scenario is worth comparing: exactly the marked trajectory is rejected, and not by a hair.
+        admitted = [wanted.decisions[t.num_action_tokens].admitted for t in trajectories]
+        assert admitted == [special != "rejected" for *_, special in scenario.shapes]
+    return Case(folder, trajectories, wanted)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from update_scenario import ALGORITHM, OPTIMIZER, TEMPERATURE
+from update_reference import Decision, Update
+from update_scenario import OPTIMIZER, SCENARIOS, TEMPERATURE
 
 from megatron_fr.config import RunConfig
 from megatron_fr.trainer.client import Lease, LeasedItem
@@ -20,32 +22,38 @@ class Job:
     """One update in one layout.
 
     Attributes:
-        folder: of the model; ``batch.npz`` in it holds the encoded trajectories.
-        parallel, train, algorithm: fields of the configuration's sections.
-        spoil: build another model with routers between the policy and its update.
+        folder: of the model, named after its scenario; ``batch.npz`` in it holds the encoded trajectories.
+        parallel, train: fields of the configuration's sections.
     """
 
     folder: Path
     parallel: dict[str, Any] = field(default_factory=dict)
     train: dict[str, Any] = field(default_factory=dict)
-    algorithm: dict[str, Any] = field(default_factory=dict)
-    optimizer: dict[str, Any] = field(default_factory=dict)
-    spoil: bool = False
+
+    def groups(self) -> list[int]:
+        """What decides about process groups."""
+        p = self.config().parallel
+        return [p.tensor, p.pipeline, p.virtual_pipeline, p.context, p.expert, p.expert_tensor]
 
     def config(self) -> RunConfig:
         """The run's configuration."""
+        scenario = SCENARIOS[self.folder.name]
         return RunConfig.model_validate(
             {
                 "model": {"path": str(self.folder), "dtype": "float32"},
                 "parallel": self.parallel,
-                "train": {"num_updates": 1, "batch_size": 7, "micro_batch_size": 3, **self.train},
-                "algorithm": ALGORITHM | self.algorithm,
-                "optimizer": OPTIMIZER | self.optimizer,
+                "train": {"num_updates": 1, "batch_size": len(scenario.shapes), "micro_batch_size": 3, **self.train},
+                "algorithm": scenario.algorithm,
+                "optimizer": OPTIMIZER,
                 "rollout": {"temperature": TEMPERATURE},
                 "reward": {"function": "unused:unused"},
                 "data": {"train": "unused.jsonl"},
             }
         )
+
+
+#: By number of processes: for each group of jobs, for each job, what each rank answered.
+Answers = Callable[[int], dict[str, list[list[dict[str, Any]]]]]
 
 
 class ListedBatch:
@@ -70,27 +78,46 @@ class ListedBatch:
 
 
 def run_updates(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """Metrics, gradients before clipping, and weights after the step of each job; tensors on rank 0 only."""
-    return [_update(job) for job in jobs]
-
-
-def _update(job: Job) -> dict[str, Any]:
+    """Metrics, decisions, gradients before clipping, and weights after the step of each job; tensors on rank 0 only."""
     from megatron_fr.device import resolve_device
     from megatron_fr.trainer import distributed
 
-    config = job.config()
     device = resolve_device("cpu")
-    distributed.initialize(config.parallel, device, seed=1, timeout_s=60)
+    answers: dict[int, dict[str, Any]] = {}
+    groups: list[int] = []
+    # Jobs of the same groups one after the other: to make them takes longer than an update.
+    for number in sorted(range(len(jobs)), key=lambda n: jobs[n].groups()):
+        if jobs[number].groups() != groups:
+            _forget_groups()
+            groups = jobs[number].groups()
+            distributed.initialize(jobs[number].config().parallel, device, seed=1, timeout_s=60)
+        answers[number] = _update(jobs[number], device)
+    return [answers[number] for number in range(len(jobs))]
+
+
+def _forget_groups() -> None:
+    """Megatron-Core forgets its groups without ending them, and each of gloo's has threads."""
+    if not torch.distributed.is_initialized():
+        return
     from megatron.core import parallel_state
 
-    from megatron_fr.bridge import iter_hf_tensors, read_hf_config
+    parallel_state.destroy_model_parallel()
+    gc.collect()  # models, whose cycles hold groups
+    torch.distributed.barrier()
+    for group in list(torch.distributed.distributed_c10d._world.pg_map):
+        if group is not torch.distributed.group.WORLD:
+            torch.distributed.destroy_process_group(group)
+
+
+def _update(job: Job, device: Any) -> dict[str, Any]:
+    config = job.config()
+    from megatron.core import parallel_state
+
+    from megatron_fr.bridge import iter_hf_tensors
     from megatron_fr.trainer.feed import BatchFeed
-    from megatron_fr.trainer.model import build_model
     from megatron_fr.trainer.policy import build_policy
 
     policy = build_policy(config, device)
-    if job.spoil:
-        build_model(read_hf_config(job.folder), config, device)
     client: Any = ListedBatch(decode((job.folder / "batch.npz").read_bytes()))
     feed = BatchFeed.of(config, policy, client, device.torch_device)
     batch = feed.next(0, lambda: False)
@@ -106,17 +133,48 @@ def _update(job: Job) -> dict[str, Any]:
 
     step.optimizer.step = keeping_step
     calls = _count_forwards(policy.chunks)
+    decisions = _watch_decisions(step.objective)
     report = step.update(batch.micro_batches, batch.constants, check_replay=config.train.replay_check_every > 0)
     assert report.stepped
+    data_rank = parallel_state.get_data_parallel_rank()
     weights = {n: t.clone() for n, t in iter_hf_tensors(policy.chunks, policy.hf_config) if t is not None}
-    parallel_state.destroy_model_parallel()
     return {
         "metrics": report.metrics,
         "gradients": gradients,
         "weights": weights,
         "micro_batches": len(batch.micro_batches),
         "model_calls": calls,
+        "decisions": decisions,
+        "data_rank": data_rank,
     }
+
+
+def joined_update(answers: list[dict[str, Any]]) -> Update:
+    """One update from the answers of its ranks; ranks that saw the same trajectory must say the same of it."""
+    decisions: dict[int, Decision] = {}
+    for answer in answers:
+        for tokens, decision in [item for rows in answer["decisions"] for item in rows.items()]:
+            assert decisions.setdefault(tokens, decision) == decision
+    first = answers[0]
+    return Update(first["metrics"], first["gradients"], first["weights"], decisions)
+
+
+def _watch_decisions(objective: Any) -> list[dict[int, Decision]]:
+    """What the objective will say of each row of each micro-batch, by the row's number of action tokens.
+
+    Filled on the last pipeline stage, by the update's own forward.
+    """
+    decisions: list[dict[int, Decision]] = []
+    plain_loss = objective.loss
+
+    def watched(*arguments: Any) -> Any:
+        loss, stats = plain_loss(*arguments)
+        rows = zip(stats.trajectory_tokens.tolist(), stats.sequence_kl.tolist(), stats.admitted.tolist(), strict=True)
+        decisions.append({tokens: Decision(kl, admitted) for tokens, kl, admitted in rows if tokens})
+        return loss, stats
+
+    objective.loss = watched
+    return decisions
 
 
 def _count_forwards(chunks: Sequence[torch.nn.Module]) -> list[int]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,27 @@ import torch
 from megatron_fr.trajectory import Trajectory
 
 
+@dataclass(frozen=True)
+class Decision:
+    """On one trajectory; ``sequence_kl`` in nats."""
+
+    sequence_kl: float
+    admitted: bool
+
+
 @dataclass
 class Update:
-    """What one update does. Gradients are before clipping, under the names of the Hugging Face files."""
+    """What one update does.
+
+    Attributes:
+        gradients: before clipping, under the names of the Hugging Face files.
+        decisions: by the trajectory's number of action tokens, of which no two have the same.
+    """
 
     metrics: dict[str, float]
     gradients: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
-    admitted: list[bool] = field(default_factory=list)
+    decisions: dict[int, Decision]
 
 
 class Reference:
@@ -60,67 +74,82 @@ class Reference:
         self,
         trajectories: Sequence[Trajectory],
         *,
-        delta: float,
+        algorithm: Mapping[str, Any],
         temperature: float,
-        failure_quantile: float,
         optimizer: Mapping[str, Any],
     ) -> Update:
         """Run one update and leave the model with its new weights."""
         self.agreeing = self.counted = 0
-        mean_reward = sum(t.reward for t in trajectories) / len(trajectories)
+        live = self.logprobs([replace(t, routed_experts=None) for t in trajectories], temperature)
+        advantages = _advantages(trajectories, algorithm)
+        tokens = [_Tokens.of(t, *self.next_token(t, temperature)) for t in trajectories]
+        number = sum(len(t.log_mu) for t in tokens)
         loss = torch.zeros((), dtype=torch.float64)
-        divergences: list[float] = []
-        entropies: list[float] = []
-        differences: list[float] = []
-        without_replay: list[float] = []
-        changes: list[float] = []
-        for t in trajectories:
-            logprobs, entropy = self.next_token(t, temperature)
-            actions = [i for i in range(len(t) - 1) if t.action_mask[i + 1]]
-            log_mu = [float(t.behavior_logprobs[i + 1]) for i in actions]
-            log_pi = logprobs.detach()[actions].tolist()
-            entropies += entropy[actions].tolist()
-            differences += [abs(a - b) for a, b in zip(log_pi, log_mu, strict=True)]
-            (live,) = self.logprobs([replace(t, routed_experts=None)], temperature)
-            without_replay += [abs(float(live[i]) - b) for i, b in zip(actions, log_mu, strict=True)]
-            changes += [abs(a - float(live[i])) for i, a in zip(actions, log_pi, strict=True)]
-            divergence = sum(map(_divergence, log_mu, log_pi)) / len(actions)
-            divergences.append(divergence)
-            if divergence > delta:
-                continue
-            advantage = t.reward - mean_reward
-            kept = set(actions)
-            if advantage < 0 and failure_quantile < 1:
-                ranked = sorted(actions, key=lambda i: -float(entropy[i]))
-                number = math.ceil(failure_quantile * len(actions))
-                # A tie within rounding would let layouts choose differently, and the comparison would mean nothing.
-                if number < len(ranked):
-                    assert float(entropy[ranked[number - 1]] - entropy[ranked[number]]) > 2e-6
-                kept = set(ranked[:number])
-            part = torch.zeros((), dtype=torch.float64)
-            for i, mu, pi in zip(actions, log_mu, log_pi, strict=True):
-                if i in kept:
-                    part = part + math.exp(pi - mu) * logprobs[i]
-            loss = loss - advantage * part / len(actions) / len(trajectories)
+        decisions: dict[int, Decision] = {}
+        ratios: list[float] = []
+        admitted_tokens = clipped = 0
+        for t, advantage in zip(tokens, advantages, strict=True):
+            grpo = algorithm["name"] == "grpo"
+            part = _grpo(t, advantage, algorithm) if grpo else _flash_reinforce(t, advantage, algorithm)
+            flat = algorithm.get("reduction") == "token_mean"
+            loss = loss - part.objective / (number if flat else len(t.log_mu) * len(tokens))
+            decisions[len(t.log_mu)] = Decision(t.sequence_kl, part.admitted)
+            ratios += part.ratios
+            admitted_tokens += len(part.ratios)
+            clipped += part.clipped
         self.model.zero_grad()
         loss.backward()
         gradients = {name: tensor.clone() for name, tensor in self._named(lambda p: p.grad)}
         norm = self._step(optimizer)
+        divergences = [t.sequence_kl for t in tokens]
         metrics = {
             "train/loss": float(loss.detach()),
             "train/grad_norm": norm,
             "policy/kl_mean": sum(divergences) / len(divergences),
             "policy/kl_max": max(divergences),
-            "policy/admitted": sum(d <= delta for d in divergences) / len(divergences),
-            "policy/entropy": sum(entropies) / len(entropies),
-            "policy/logprob_diff": sum(differences) / len(differences),
+            "policy/admitted": sum(d.admitted for d in decisions.values()) / len(decisions),
+            "policy/admitted_tokens": admitted_tokens / number,
+            "policy/ratio_mean": sum(ratios) / len(ratios),
+            "policy/ratio_max": max(ratios),
+            "policy/clipped": clipped / number,
+            "policy/entropy": sum(sum(t.entropy) for t in tokens) / number,
+            "policy/logprob_diff": sum(abs(a - b) for t in tokens for a, b in zip(t.pi, t.log_mu, strict=True))
+            / number,
         }
         if self.counted:
             metrics["policy/route_agreement"] = self.agreeing / self.counted
-            metrics["policy/logprob_diff_without_replay"] = sum(without_replay) / len(without_replay)
-            metrics["policy/replay_logprob_change"] = sum(changes) / len(changes)
+            # What replay changes.
+            without = [v[t.action_mask[1:]] for v, t in zip(live, trajectories, strict=True)]
+            pairs = list(zip(without, tokens, strict=True))
+            metrics["policy/logprob_diff_without_replay"] = sum(abs(v - t.log_mu).sum() for v, t in pairs) / number
+            metrics["policy/replay_logprob_change"] = sum(abs(v - t.pi).sum() for v, t in pairs) / number
         weights = {name: tensor.clone() for name, tensor in self._named(lambda p: p.data)}
-        return Update(metrics, gradients, weights, [d <= delta for d in divergences])
+        return Update(metrics, gradients, weights, decisions)
+
+    def router_probabilities(self, trajectories: Sequence[Trajectory]) -> dict[int, list[torch.Tensor]]:
+        """What each router thinks of each trajectory's tokens: by number of action tokens, a tensor a layer.
+
+        Returns:
+            float64 ``[N - 1, experts]`` with gradient, softmax over all experts.
+        """
+        gates = [m for m in self.model.modules() if type(m).__name__ == "Qwen3MoeTopKRouter"]
+        seen: list[torch.Tensor] = []
+        hooks = [gate.register_forward_hook(lambda _gate, _inputs, out: seen.append(out[0])) for gate in gates]
+        found: dict[int, list[torch.Tensor]] = {}
+        for t in trajectories:
+            seen.clear()
+            self.next_token(t, 1.0)
+            assert len(seen) == len(gates)
+            found[t.num_action_tokens] = [logits.softmax(-1) for logits in seen]
+        for hook in hooks:
+            hook.remove()
+        return found
+
+    def gradients_of(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Under the names of the files; the graph is kept."""
+        self.model.zero_grad()
+        loss.backward(retain_graph=True)
+        return {n: t.clone() for n, t in self._named(lambda p: torch.zeros_like(p) if p.grad is None else p.grad)}
 
     def _step(self, settings: Mapping[str, Any]) -> float:
         """Clip, then AdamW; parameters of one dimension (norms, biases) do not decay, as Megatron groups them."""
@@ -179,6 +208,114 @@ class Reference:
         self.counted += len(forced)
         self.agreeing += sum(set(a) == set(b) for a, b in zip(live.tolist(), forced.tolist(), strict=True))
         return logits, chosen / chosen.sum(-1, keepdim=True), forced
+
+
+@dataclass
+class _Tokens:
+    """The action tokens of a trajectory, float64; ``log_pi`` with gradient, ``pi`` its values."""
+
+    log_pi: torch.Tensor
+    pi: list[float]
+    log_mu: list[float]
+    entropy: list[float]
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, logprobs: torch.Tensor, entropy: torch.Tensor) -> _Tokens:
+        actions = [i for i in range(len(trajectory) - 1) if trajectory.action_mask[i + 1]]
+        log_mu = [float(trajectory.behavior_logprobs[i + 1]) for i in actions]
+        log_pi = logprobs[actions]
+        return cls(log_pi, log_pi.tolist(), log_mu, entropy[actions].tolist())
+
+    @property
+    def divergences(self) -> list[float]:
+        return list(map(_divergence, self.log_mu, self.pi))
+
+    @property
+    def sequence_kl(self) -> float:
+        return sum(self.divergences) / len(self.log_mu)
+
+
+@dataclass
+class _Part:
+    """One trajectory's sum over tokens, before any denominator, and what became of its tokens."""
+
+    objective: torch.Tensor
+    admitted: bool
+    ratios: list[float]  # of admitted tokens, before truncation or clipping
+    clipped: int
+
+
+def _advantages(trajectories: Sequence[Trajectory], algorithm: Mapping[str, Any]) -> list[float]:
+    rewards = [t.reward for t in trajectories]
+    total, number = sum(rewards), len(rewards)
+    if algorithm["name"] == "grpo":
+        groups: dict[str, list[float]] = {}
+        for t in trajectories:
+            groups.setdefault(t.group_id, []).append(t.reward)
+        assert {len(group) for group in groups.values()} == {algorithm["group_size"]}
+        return [
+            (t.reward - statistics.mean(groups[t.group_id])) / (statistics.stdev(groups[t.group_id]) + 1e-6)
+            for t in trajectories
+        ]
+    if algorithm.get("advantage") == "leave_one_out":
+        return [r - (total - r) / (number - 1) for r in rewards]
+    return [r - total / number for r in rewards]
+
+
+def _flash_reinforce(tokens: _Tokens, advantage: float, algorithm: Mapping[str, Any]) -> _Part:
+    delta, number = algorithm["delta"], len(tokens.log_mu)
+    admission, importance = algorithm.get("admission", "sequence"), algorithm.get("importance", "token")
+    compared = tokens.divergences if admission == "token" else [tokens.sequence_kl]
+    _assert_clear(compared, delta)
+    admitted = admission == "token" or tokens.sequence_kl <= delta
+    within = [admitted and (admission != "token" or d <= delta) for d in tokens.divergences]
+    kept = set(range(number))
+    if advantage < 0 and algorithm["failure_token_quantile"] < 1:
+        ranked = sorted(range(number), key=lambda i: -tokens.entropy[i])
+        count = math.ceil(algorithm["failure_token_quantile"] * number)
+        if admitted and count < number:
+            assert tokens.entropy[ranked[count - 1]] - tokens.entropy[ranked[count]] > 2e-6, "a tie"
+        kept = set(ranked[:count])
+    objective = torch.zeros((), dtype=torch.float64)
+    ratios: list[float] = []
+    clipped = 0
+    for i in range(number):
+        if not within[i]:
+            continue
+        ratio = weight = math.exp(tokens.pi[i] - tokens.log_mu[i])
+        ratios.append(ratio)
+        if importance == "truncated":
+            _assert_clear([ratio], algorithm["truncation"])
+            weight = min(ratio, algorithm["truncation"])
+            clipped += ratio > algorithm["truncation"]
+        if i in kept:
+            objective = objective + advantage * weight * tokens.log_pi[i]
+    return _Part(objective, admitted, ratios, clipped)
+
+
+def _grpo(tokens: _Tokens, advantage: float, algorithm: Mapping[str, Any]) -> _Part:
+    low, high = 1 - algorithm["clip_low"], 1 + algorithm["clip_high"]
+    objective = torch.zeros((), dtype=torch.float64)
+    ratios: list[float] = []
+    clipped = 0
+    for log_pi, log_mu in zip(tokens.log_pi, tokens.log_mu, strict=True):
+        ratio = (log_pi - log_mu).exp()
+        value = float(ratio.detach())
+        _assert_clear([value], low)
+        _assert_clear([value], high)
+        ratios.append(value)
+        bounded = min(max(value, low), high) * advantage
+        if bounded < value * advantage:
+            clipped += 1
+            objective = objective + bounded
+        else:
+            objective = objective + ratio * advantage
+    return _Part(objective, True, ratios, clipped)
+
+
+def _assert_clear(values: Sequence[float], threshold: float) -> None:
+    """A value within rounding of a threshold would let layouts decide differently: nothing to compare."""
+    assert all(abs(value / threshold - 1) > 1e-4 for value in values), "too close to a threshold; take another seed"
 
 
 def _divergence(log_mu: float, log_pi: float) -> float:

@@ -17,13 +17,13 @@ DEVICE = resolve_device("cpu")
 prepare_process(DEVICE)
 
 
-def _build(family: Any, changes: dict[str, Any], parallel: dict[str, Any]) -> Any:
+def _build(family: Any, changes: dict[str, Any], parallel: dict[str, Any], **arguments: Any) -> Any:
     hf_config = tiny_config(family)
     architecture = {"qwen3_moe": "Qwen3MoeForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
     hf_config.architectures = [architecture[family]]
     for name, value in changes.items():
         setattr(hf_config, name, value)
-    return build_transformer_config(hf_config, ParallelConfig(**parallel), DEVICE, dtype=torch.float32)
+    return build_transformer_config(hf_config, ParallelConfig(**parallel), DEVICE, dtype=torch.float32, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -78,3 +78,10 @@ def test_the_router_is_plain_top_k_in_float32_without_auxiliary_loss() -> None:
     assert config.moe_router_dtype == "fp32"
     assert not config.moe_router_pre_softmax
     assert _build("qwen3_moe", {"norm_topk_prob": False}, {}).moe_router_pre_softmax
+
+
+def test_a_load_balancing_loss_needs_experts() -> None:
+    with pytest.raises(ConfigError, match=r"train\.moe_aux_loss_coeff=0\.01: the model has no experts"):
+        _build("qwen2", {}, {}, aux_loss_coeff=0.01)
+    config = _build("qwen3_moe", {}, {}, aux_loss_coeff=0.01)
+    assert (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff) == ("aux_loss", 0.01)

@@ -1,0 +1,108 @@
+"""The load-balancing loss of mixture-of-experts models, off by default: ``train.moe_aux_loss_coeff``.
+
+For one MoE layer and one micro-batch of ``T`` real tokens, ``E`` experts and top-k ``k``
+
+    aux = E * sum_e f_e * P_e,    f_e = (tokens that choose e) / (T k),    P_e = (sum of e's softmax probability) / T
+
+which is 1 where the load is even. ``f`` carries no gradient. The update's loss gains ``coefficient`` times the sum over
+layers of the mean over micro-batches and DP ranks of ``aux``. So unlike the objective it depends on the micro-batch
+split, but not on how a micro-batch is spread: sequence-parallel and CP ranks count ``f`` and ``T`` together, and add
+their parts of ``P``. Padding is left out. An empty micro-batch adds 0 and counts in the mean. With routing replay ``f``
+counts the experts that the live router would choose, not the replayed ones: it is the live router that is balanced.
+
+Scale. Megatron-Core attaches ``aux`` to the routing probabilities and gives it the gradient ``CP / micro-batches``
+(``MoEAuxLossAutoScaler``, set by the schedule); its DDP averages over DP x CP; the parts of sequence-parallel ranks are
+summed. The multiplication by ``DP x micro-batches`` of :mod:`megatron_fr.trainer.step` is the objective's own and does
+not reach it. Under full recomputation only the recomputed forward, which has gradients, attaches the loss.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import (
+    get_tokens_per_expert_and_token_count,
+    switch_load_balancing_loss_func,
+)
+from megatron.core.transformer.moe.router import TopKRouter
+
+_NAME = "load_balancing_loss"
+
+
+class BalancedRouter(TopKRouter):
+    """Megatron-Core's router, whose auxiliary loss of a micro-batch without real tokens is 0 in place of 0 / 0."""
+
+    def _apply_aux_loss(
+        self,
+        probs: torch.Tensor,
+        scores_for_aux_loss: torch.Tensor,
+        routing_map: torch.Tensor,
+        with_padding_mask: bool = False,
+    ) -> torch.Tensor:
+        coefficient = self.get_aux_loss_coeff("aux_loss")
+        chosen, here, tokens = get_tokens_per_expert_and_token_count(
+            routing_map, self.tp_cp_group, self.topk, with_padding_mask
+        )
+        loss = switch_load_balancing_loss_func(
+            probs=scores_for_aux_loss,
+            tokens_per_expert=chosen,
+            total_num_tokens=torch.as_tensor(tokens).clamp(min=1),
+            topk=self.topk,
+            num_experts=self.config.num_moe_experts,
+            moe_aux_loss_coeff=coefficient,
+        )
+        attached: torch.Tensor = self.attach_and_log_load_balancing_loss(
+            probs, coefficient, loss, _NAME, self.tp_cp_group, valid_token_count=here
+        )
+        return attached
+
+
+def router_padding(chunk: Any, padding: torch.Tensor) -> torch.Tensor | None:
+    """What a model chunk's routers are to leave out of the loss, None where it is off.
+
+    Args:
+        chunk: DDP-wrapped.
+        padding: bool ``[r, c]``, of this rank's tokens; equal on all TP ranks.
+
+    Returns:
+        bool ``[r, c]``, or ``[r, c / TP]`` where Megatron-Core does not cut it itself: behind the first pipeline stage.
+    """
+    if not chunk.config.moe_aux_loss_coeff:
+        return None
+    if chunk.config.sequence_parallel and not chunk.module.pre_process:
+        return scatter_to_sequence_parallel_region(padding.t().contiguous()).t().contiguous()
+    return padding
+
+
+def reset_aux_loss() -> None:
+    """Forget what routers recorded; before an update."""
+    get_moe_metrics_tracker().clear()
+
+
+def aux_loss_metrics(config: Any, num_micro_batches: int, device: torch.device) -> dict[str, float]:
+    """``train/moe_aux_loss`` of the update just run: the mean of ``aux`` over layers, micro-batches and DP ranks.
+
+    A collective, unless the loss is off; then there is no such metric.
+
+    Args:
+        config: the model's ``TransformerConfig``.
+        num_micro_batches: of each DP rank.
+        device: of the reduction.
+    """
+    if not config.moe_aux_loss_coeff:
+        return {}
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    recorded = get_moe_metrics_tracker().metrics.get(_NAME)
+    if recorded is not None:  # a pipeline stage may have no MoE layer
+        total += recorded.values.double().sum()
+    # TP, CP and DP ranks recorded their tokens' part, pipeline stages their own layers.
+    dist.all_reduce(total)
+    every = config.moe_layer_freq
+    layers = sum(every) if isinstance(every, list) else config.num_layers
+    parts = parallel_state.get_data_parallel_world_size() * num_micro_batches * layers
+    return {"train/moe_aux_loss": float(total) / parts}
