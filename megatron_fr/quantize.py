@@ -1,42 +1,68 @@
-"""FP8 export of a Hugging Face folder with NVIDIA ModelOpt, calibrated on recorded trajectories."""
+"""FP8 export of a Hugging Face folder with NVIDIA ModelOpt, calibrated on recorded trajectories.
+
+A run records trajectories in its training checkpoints: ``rollout.state`` holds those that are finished and wait for
+their update. They are the policy's own text, a version or two old at most, with prompts and tool output in between.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_fr.bridge.atomic import atomic_folder
-from megatron_fr.bridge.folder import copy_other_files, read_hf_config, resolve_folder
+from megatron_fr.bridge.folder import WeightFiles, copy_other_files, read_hf_config, resolve_folder
+from megatron_fr.checkpoints import ROLLOUT_FILE
 from megatron_fr.device import prepare_process, resolve_device
-from megatron_fr.errors import ModelError
+from megatron_fr.errors import CheckpointError, ModelError, TrajectoryError
+from megatron_fr.rollout.state import read_state
 from megatron_fr.trajectory import decode
 
 #: Left in the model's own dtype: the head's errors are log-probability errors, and a changed router chooses others.
 _LEFT_OUT = ("*lm_head*", "*mlp.gate.*")
+#: The largest float8_e4m3fn; a scale is the largest absolute value over it.
+_FP8_MAX = 448.0
+#: ModelOpt works on the loop over experts and not on a grouped product.
+_EXPERTS = "eager"
 
 
 def read_calibration(path: str | Path, folder: str | Path, *, limit: int = 64, max_tokens: int = 4096) -> list[Any]:
-    """Token ids from an archive of trajectories (npz) or JSONL with ``tokens`` or ``prompt`` in each line.
+    """Token ids of recorded trajectories, or of JSONL with ``tokens`` or ``prompt`` in each line.
+
+    Args:
+        path: a training checkpoint (its folder or its ``rollout.state``), an archive of trajectories (npz), or JSONL.
+        folder: of the model, for its tokenizer.
 
     Returns:
         int64 tensors ``[1, tokens]``, at most ``limit``.
 
     Raises:
-        ModelError: the file holds neither; names the line.
+        ModelError: it is nothing of these, or holds no trajectory; names the line of a JSONL file.
     """
     path = Path(path)
-    if path.suffix == ".npz":
-        rows = [trajectory.tokens.tolist() for trajectory in decode(path.read_bytes())]
-    else:
-        rows = [_read_line(path, number, line, folder) for number, line in enumerate(path.open(), 1) if line.strip()]
+    if path.is_dir():
+        path = path / ROLLOUT_FILE
+    try:
+        if path.name == ROLLOUT_FILE:
+            state = read_state(path)
+            rows = [trajectory.tokens.tolist() for trajectory in (*state.ready, *state.partial)]
+        elif path.suffix == ".npz":
+            rows = [trajectory.tokens.tolist() for trajectory in decode(path.read_bytes())]
+        else:
+            lines = enumerate(path.read_text().splitlines(), 1)
+            rows = [_read_line(path, number, line, folder) for number, line in lines if line.strip()]
+    except (CheckpointError, TrajectoryError, OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"calibration {path} cannot be read: {error}") from error
     kept = [torch.tensor([row[:max_tokens]], dtype=torch.int64) for row in rows[:limit] if len(row) > 1]
     if not kept:
-        raise ModelError(f"{path} holds no sequence of two or more tokens to calibrate with")
+        raise ModelError(
+            f"calibration {path} holds no sequence of two or more tokens; in a checkpoint of a synchronous run none "
+            "waits: use one of a run with rollout.max_policy_lag above 0, or JSONL"
+        )
     return kept
 
 
@@ -56,7 +82,8 @@ def _read_line(path: Path, number: int, line: str, folder: str | Path) -> list[i
 
 @torch.no_grad()
 def quantize_hf(hf_dir: str | Path, out_dir: str | Path, calibration: Sequence[torch.Tensor]) -> dict[str, float]:
-    """Write ``out_dir`` with FP8 weights and scales, and compare its log-probabilities with the folder's in bfloat16.
+    """Write ``out_dir`` with FP8 weights and scales, load it again from the disk, and compare its log-probabilities
+    with those of ``hf_dir`` in bfloat16.
 
     Args:
         calibration: int64 ``[1, tokens]`` each, whose activations set the scales; half of them, the odd ones, are
@@ -76,7 +103,7 @@ def quantize_hf(hf_dir: str | Path, out_dir: str | Path, calibration: Sequence[t
     source = resolve_folder(hf_dir)
     read_hf_config(source)
     held_out = list(calibration[1::2]) or list(calibration)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, experts_implementation=_EXPERTS).eval()
     before = [_logprobs(model, ids) for ids in held_out]
 
     def forward(quantized: Any) -> None:
@@ -87,7 +114,6 @@ def quantize_hf(hf_dir: str | Path, out_dir: str | Path, calibration: Sequence[t
     for pattern in _LEFT_OUT:
         config["quant_cfg"].append({"quantizer_name": pattern, "enable": False})
     model = mtq.quantize(model, config, forward)
-    after = [_logprobs(model, ids) for ids in held_out]
     with atomic_folder(out_dir) as work:
         export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=work)
         written = {file.name: file.read_bytes() for file in work.glob("*.json")}
@@ -96,6 +122,9 @@ def quantize_hf(hf_dir: str | Path, out_dir: str | Path, calibration: Sequence[t
             if name.endswith("config.json") and name != "generation_config.json":
                 (work / name).write_bytes(data)
         check_quantized(work)
+    del model
+    again = load_quantized(out_dir)
+    after = [_logprobs(again, ids) for ids in held_out]
     difference = torch.cat([(b - a).abs() for b, a in zip(before, after, strict=True)])
     return {"mean": float(difference.mean()), "max": float(difference.max()), "tokens": float(len(difference))}
 
@@ -109,8 +138,6 @@ def check_quantized(folder: Path) -> int:
     Raises:
         ModelError: it has no float8 weight, a float8 weight without a scale, or a quantised router or head.
     """
-    from megatron_fr.bridge.folder import WeightFiles
-
     files = WeightFiles(folder)
     eight = {name for name in files.names if files.spec(name).dtype == torch.float8_e4m3fn}
     files.close()
@@ -122,6 +149,70 @@ def check_quantized(folder: Path) -> int:
         if name.endswith(("mlp.gate.weight", "lm_head.weight", "embed_tokens.weight")):
             raise ModelError(f"{files.file(name)}: tensor {name!r} must not be quantised")
     return len(eight)
+
+
+@torch.no_grad()
+def load_quantized(folder: str | Path) -> Any:
+    """A transformers model in bfloat16 that computes what a quantised folder says, from its files alone.
+
+    transformers itself does not know ModelOpt's format: it would load the float8 numbers without their scales. So the
+    weights are multiplied with their scales here, and ModelOpt's quantisers round the inputs of each quantised layer
+    by the scales in the files, as an engine's FP8 kernels do. A simulation: products are bfloat16's.
+
+    Raises:
+        ModelError: a scale is missing, or tensors and configuration do not match.
+    """
+    prepare_process(resolve_device("auto"))
+    import modelopt.torch.quantization as mtq
+    import transformers
+    from modelopt.torch.quantization.nn import TensorQuantizer
+    from safetensors.torch import load_file
+
+    folder = Path(folder)
+    check_quantized(folder)
+    files = WeightFiles(folder)
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted({files.file(name) for name in files.names}):
+        tensors |= load_file(path)
+    files.close()
+    scales = {name: tensors.pop(name).float() for name in list(tensors) if name.endswith("_scale")}
+    for name, tensor in tensors.items():
+        if f"{name}_scale" in scales:
+            tensors[name] = (tensor.float() * scales[f"{name}_scale"]).bfloat16()
+    config = transformers.AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    architecture: Any = getattr(transformers, config.architectures[0])
+    model, info = architecture.from_pretrained(
+        None,
+        config=config,
+        state_dict=tensors,
+        dtype=torch.bfloat16,
+        experts_implementation=_EXPERTS,
+        output_loading_info=True,
+    )
+    if wrong := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
+        raise ModelError(f"{folder}: tensor {wrong[0]!r} is missing, or config.json describes no such tensor")
+    inputs = [
+        {"quantizer_name": "*", "enable": False},
+        {"quantizer_name": "*input_quantizer", "cfg": {"num_bits": (4, 3), "axis": None}},
+        *({"quantizer_name": pattern, "enable": False} for pattern in _LEFT_OUT),
+    ]
+    model = mtq.quantize(model.eval(), {"quant_cfg": inputs, "algorithm": None})
+    for name, module in model.named_modules():
+        if isinstance(module, TensorQuantizer) and module.is_enabled:
+            module.amax = _input_scale(folder, name, scales) * _FP8_MAX
+    return model
+
+
+def _input_scale(folder: Path, quantizer: str, scales: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Experts share one quantiser of their inputs, and gate and up are one product in transformers."""
+    name = quantizer.replace("gate_up_proj_input_quantizer", "0.gate_proj.input_scale")
+    name = name.replace("down_proj_input_quantizer", "0.down_proj.input_scale").replace(
+        "input_quantizer", "input_scale"
+    )
+    if name not in scales:
+        raise ModelError(f"{folder}: the input of a quantised layer has no scale {name!r}; calibrate with more tokens")
+    return scales[name]
 
 
 def _logprobs(model: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Quantise a Hugging Face folder to FP8 with ModelOpt; print its log-probability error against bfloat16."""
+"""Quantise a Hugging Face folder to FP8 with ModelOpt; load it again and print its error against bfloat16."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("hf_dir", help="Hugging Face folder or hub name")
     parser.add_argument("out_dir", type=Path, help="folder to write")
-    parser.add_argument("--calibration", required=True, help="trajectories (npz), or JSONL with 'tokens' or 'prompt'")
+    parser.add_argument(
+        "--calibration",
+        required=True,
+        help="a run's training checkpoint (training_state/update-N: the trajectories that waited in it), an archive of "
+        "trajectories (npz), or JSONL with 'tokens' or 'prompt'",
+    )
     parser.add_argument("--limit", type=int, default=64, help="sequences used (default: 64)")
     arguments = parser.parse_args()
 
@@ -28,8 +33,8 @@ def main() -> int:
         print(f"error: {problem}", file=sys.stderr)
         return 1
     print(
-        f"{arguments.out_dir}: |log-probability - bfloat16's| mean {error['mean']:.4f}, max {error['max']:.4f} nats "
-        f"over {error['tokens']:.0f} tokens"
+        f"{arguments.out_dir}, loaded again: |log-probability - bfloat16's| mean {error['mean']:.4f}, "
+        f"max {error['max']:.4f} nats over {error['tokens']:.0f} tokens"
     )
     return 0
 

@@ -7,13 +7,19 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
+from megatron_fr.device import prepare_process, resolve_device
 from megatron_fr.errors import ModelError
-from megatron_fr.quantize import check_quantized, read_calibration
+from megatron_fr.quantize import check_quantized, load_quantized, read_calibration
+from megatron_fr.rollout.state import Counters, RolloutState, encode_state
 from megatron_fr.tiny import make_untrained
+from megatron_fr.trajectory import Trajectory
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,6 +53,45 @@ def test_the_exported_folder_loads_again_with_router_and_head_left_out_and_its_e
     weight = "model.layers.1.mlp.experts.5.down_proj.weight"
     restored = quantised[weight].float() * quantised[f"{weight}_scale"].float()
     assert (restored - plain[weight]).abs().max() < 0.07 * plain[weight].abs().max()
+    check_what_the_folder_computes(model, out, read_calibration(tmp_path / "calibration.jsonl", model), float(error[1]))
+
+
+@torch.no_grad()
+def check_what_the_folder_computes(model: Path, out: Path, sequences: list[torch.Tensor], printed: float) -> None:
+    """The model from the disk against ModelOpt's own, quantised in memory; then with a scale changed on the disk."""
+    prepare_process(resolve_device("auto"))
+    import modelopt.torch.quantization as mtq
+    from transformers import AutoModelForCausalLM
+
+    def logprobs(network: Any) -> torch.Tensor:
+        return torch.cat([network(ids).logits[0, :-1].float().log_softmax(-1) for ids in sequences[1::2]])
+
+    def chosen(network: Any) -> torch.Tensor:
+        return logprobs(network).gather(1, torch.cat([ids[0, 1:, None] for ids in sequences[1::2]]))
+
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, experts_implementation="eager").eval()
+    exact = logprobs(reference)
+    exact_chosen = chosen(reference)
+    loaded = load_quantized(out)
+    from_disk = logprobs(loaded)
+    assert abs(float((chosen(loaded) - exact_chosen).abs().mean()) - printed) < 1e-4
+    patterns = ("*lm_head*", "*mlp.gate.*")
+    config = mtq.FP8_DEFAULT_CFG | {
+        "quant_cfg": [*mtq.FP8_DEFAULT_CFG["quant_cfg"], *({"quantizer_name": p, "enable": False} for p in patterns)]
+    }
+    in_memory = logprobs(mtq.quantize(reference, config, lambda network: [network(ids) for ids in sequences[::2]]))
+    error = (in_memory - exact).abs().mean()
+    # A tenth of the weights' rounding errors differ, where bfloat16 falls between two float8 numbers.
+    assert (from_disk - in_memory).abs().mean() < 0.8 * error
+
+    tensors = load_file(out / "model.safetensors")
+    tensors["model.layers.0.self_attn.o_proj.weight_scale"] *= 30  # q and k are normalised afterwards
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    assert (logprobs(load_quantized(out)) - exact).abs().mean() > 1.5 * error
+    del tensors["model.layers.1.self_attn.v_proj.input_scale"]
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"no scale 'model\.layers\.1\.self_attn\.v_proj\.input_scale'"):
+        load_quantized(out)
 
 
 def test_calibration_that_holds_no_tokens_names_the_line(tmp_path: Path) -> None:
@@ -54,3 +99,30 @@ def test_calibration_that_holds_no_tokens_names_the_line(tmp_path: Path) -> None
     path.write_text('{"tokens": [1, 2, 3]}\n{"text": "no"}\n')
     with pytest.raises(ModelError, match=r"calibration\.jsonl:2: neither 'tokens'"):
         read_calibration(path, tmp_path)
+
+
+def test_a_training_checkpoints_waiting_trajectories_calibrate(tmp_path: Path) -> None:
+    def trajectory(name: str, tokens: list[int]) -> Trajectory:
+        n = len(tokens)
+        return Trajectory(
+            id=name,
+            prompt_id=name,
+            group_id=name,
+            tokens=np.array(tokens, dtype=np.int32),
+            action_mask=np.arange(n) > 0,
+            behavior_logprobs=np.zeros(n, dtype=np.float32),
+            versions=np.zeros(n, dtype=np.int32),
+            reward=0.0,
+        )
+
+    counters = Counters(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    ready, partial = [trajectory("a", [3, 1, 4])], [trajectory("b", [1, 5])]
+    (tmp_path / "rollout.state").write_bytes(encode_state(RolloutState(counters, [], {}, ready, partial)))
+    for path in (tmp_path, tmp_path / "rollout.state"):
+        assert [ids.tolist() for ids in read_calibration(path, tmp_path)] == [[[3, 1, 4]], [[1, 5]]]
+    (tmp_path / "rollout.state").write_bytes(encode_state(RolloutState(counters, [], {}, [], [])))
+    with pytest.raises(ModelError, match=r"in a checkpoint of a synchronous run none waits: .*max_policy_lag above 0"):
+        read_calibration(tmp_path, tmp_path)
+    (tmp_path / "rollout.state").write_bytes(b"no archive")
+    with pytest.raises(ModelError, match=r"rollout\.state cannot be read: .*damaged"):
+        read_calibration(tmp_path, tmp_path)

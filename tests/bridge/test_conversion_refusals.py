@@ -1,0 +1,124 @@
+"""What both conversions refuse: one error that names file and tensor, and a target folder that stays as it was."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_fr.bridge.to_hf import convert_megatron_to_hf
+from megatron_fr.bridge.to_megatron import convert_hf_to_megatron
+from megatron_fr.errors import ModelError
+from megatron_fr.tiny import make_untrained
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+DOWN = "model.layers.0.mlp.experts.0.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model folder and its Megatron checkpoint."""
+    root = tmp_path_factory.mktemp("pristine")
+    folder = make_untrained(root / "hf")
+    return folder, convert_hf_to_megatron(folder, root / "megatron", tensor=2)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def truncate(path: Path, by: int) -> None:
+    path.write_bytes(path.read_bytes()[:-by])
+
+
+def split_and_lose_one(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    files = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(sorted(tensors))}
+    save_file({n: t for n, t in tensors.items() if files[n].startswith("model-00001")}, folder / min(files.values()))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    (folder / "model.safetensors").unlink()
+
+
+def set_config(folder: Path, **values: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+
+
+HF_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (lambda f: truncate(f / "model.safetensors", 1000), r"model\.safetensors is damaged .*: tensor '.+'"),
+    "missing shard": (split_and_lose_one, r"model-00002-of-00002\.safetensors is missing"),
+    "wrong shape": (
+        lambda f: rewrite(f, lambda t: t.update({DOWN: t[DOWN].T.contiguous()})),
+        rf"{DOWN}.*\(80, 96\).*\(96, 80\)|{DOWN}.*\(96, 80\).*\(80, 96\)",
+    ),
+    "missing tensor": (lambda f: rewrite(f, lambda t: t.__delitem__(DOWN)), DOWN),
+    "unknown architecture": (lambda f: set_config(f, architectures=["Qwen9ForCausalLM"]), "Qwen9ForCausalLM"),
+    "no configuration": (lambda f: (f / "config.json").unlink(), r"no config\.json"),
+}
+
+MEGATRON_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (lambda f: truncate(f / "__1_0.distcp", 1000), r"__1_0\.distcp is cut off: tensor '.+'"),
+    "missing shard": (lambda f: (f / "__1_0.distcp").unlink(), r"__1_0\.distcp is missing"),
+    "wrong shape": (
+        lambda f: set_config(f / "hf", moe_intermediate_size=64),
+        r"tensor 'decoder\..*' has shape .*config\.json implies",
+    ),
+    "damaged index": (lambda f: truncate(f / ".metadata", 50), r"\.metadata is damaged"),
+    "unknown architecture": (lambda f: set_config(f / "hf", architectures=["Qwen9ForCausalLM"]), "Qwen9ForCausalLM"),
+    "no configuration": (lambda f: shutil.rmtree(f / "hf"), r"has no hf/config\.json; .*--hf-dir"),
+}
+
+
+def check_refused(call: Callable[[Path], object], match: str, root: Path) -> None:
+    """With a target that exists, and with one that does not."""
+    kept = root / "kept"
+    kept.mkdir()
+    (kept / "file").write_text("as it was")
+    before = sorted(p.name for p in root.iterdir())
+    for target in (kept, root / "new"):
+        with pytest.raises(ModelError, match=match):
+            call(target)
+    assert sorted(p.name for p in root.iterdir()) == before  # no folder half-written, here or beside it
+    assert [(p.name, p.read_text()) for p in kept.iterdir()] == [("file", "as it was")]
+
+
+@pytest.mark.parametrize("damage", HF_DAMAGE)
+def test_a_damaged_model_folder_is_refused(pristine: tuple[Path, Path], tmp_path: Path, damage: str) -> None:
+    source = Path(shutil.copytree(pristine[0], tmp_path / "model"))
+    spoil, match = HF_DAMAGE[damage]
+    spoil(source)
+    check_refused(lambda target: convert_hf_to_megatron(source, target), match, tmp_path)
+
+
+@pytest.mark.parametrize("damage", MEGATRON_DAMAGE)
+def test_a_damaged_checkpoint_is_refused(pristine: tuple[Path, Path], tmp_path: Path, damage: str) -> None:
+    checkpoint = Path(shutil.copytree(pristine[1], tmp_path / "checkpoint"))
+    spoil, match = MEGATRON_DAMAGE[damage]
+    spoil(checkpoint)
+    check_refused(lambda target: convert_megatron_to_hf(checkpoint, target), match, tmp_path)
+
+
+@pytest.mark.parametrize("tool", ["convert_hf_to_megatron.py", "convert_megatron_to_hf.py"])
+def test_the_tools_print_one_line_and_end_with_1(
+    pristine: tuple[Path, Path], tmp_path: Path, tool: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    to_hf = tool == "convert_megatron_to_hf.py"
+    source = Path(shutil.copytree(pristine[to_hf], tmp_path / "source"))
+    (MEGATRON_DAMAGE if to_hf else HF_DAMAGE)["truncated"][0](source)
+    monkeypatch.setattr(sys, "argv", [tool, str(source), str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(TOOLS / tool), run_name="__main__")
+    assert ended.value.code == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert not (tmp_path / "out").exists()
