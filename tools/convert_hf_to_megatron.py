@@ -22,26 +22,20 @@ def main() -> int:
 
     import torch
 
-    from megatron_fr.bridge.progress import Meter
+    from megatron_fr.bridge.progress import report
     from megatron_fr.bridge.to_megatron import convert_hf_to_megatron
-    from megatron_fr.errors import MegatronFRError
 
-    try:
-        with Meter() as meter:
-            out = convert_hf_to_megatron(
-                arguments.hf_dir,
-                arguments.out_dir,
-                tensor=arguments.tp,
-                expert=arguments.ep,
-                pipeline=arguments.pp,
-                dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
-                progress=meter,
-            )
-    except MegatronFRError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"{out}: {meter.summary()}")
-    return 0
+    return report(
+        lambda meter: convert_hf_to_megatron(
+            arguments.hf_dir,
+            arguments.out_dir,
+            tensor=arguments.tp,
+            expert=arguments.ep,
+            pipeline=arguments.pp,
+            dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+            progress=meter,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -22,26 +22,21 @@ def main() -> int:
     parser.add_argument("--verify", action="store_true", help="compare every bit with the checkpoint afterwards")
     arguments = parser.parse_args()
 
-    from megatron_fr.bridge.progress import Meter
+    from megatron_fr.bridge.progress import report
     from megatron_fr.bridge.to_hf import convert_megatron_to_hf
-    from megatron_fr.errors import MegatronFRError
 
-    try:
-        with Meter() as meter:
-            out = convert_megatron_to_hf(
-                arguments.checkpoint_dir,
-                arguments.out_dir,
-                hf_dir=arguments.hf_dir,
-                processes=arguments.processes,
-                verify=arguments.verify,
-                shard_bytes=int(arguments.shard_gb * 1e9),
-                progress=meter,
-            )
-    except MegatronFRError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"{out}: {meter.summary()}" + (", verified" if arguments.verify else ""))
-    return 0
+    return report(
+        lambda meter: convert_megatron_to_hf(
+            arguments.checkpoint_dir,
+            arguments.out_dir,
+            hf_dir=arguments.hf_dir,
+            processes=arguments.processes,
+            verify=arguments.verify,
+            shard_bytes=int(arguments.shard_gb * 1e9),
+            progress=meter,
+        ),
+        ", verified" if arguments.verify else "",
+    )
 
 
 if __name__ == "__main__":

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Self
+
+from megatron_fr.errors import MegatronFRError
 
 
 class Meter:
@@ -35,3 +39,15 @@ class Meter:
         """Counts, bytes and rate so far."""
         seconds = max(1e-9, time.monotonic() - self._started)
         return f"{self._count} items, {self._bytes / 1e9:.3f} GB in {seconds:.1f} s"
+
+
+def report(convert: Callable[[Meter], Path], note: str = "") -> int:
+    """Call a conversion, print where its result is and ``note``, or the error; return the exit status."""
+    try:
+        with Meter() as meter:
+            out = convert(meter)
+    except MegatronFRError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{out}: {meter.summary()}{note}")
+    return 0

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_launch import run_ranks
+from parallel_launch import initialize_layout, run_ranks
 from safetensors.torch import load_file
 
 from megatron_fr.bridge.archive import PayloadFinder, frame
 from megatron_fr.bridge.inspect import inspect_folder
 from megatron_fr.bridge.to_hf import compare, convert_megatron_to_hf
 from megatron_fr.bridge.to_megatron import convert_hf_to_megatron
-from megatron_fr.config import RunConfig
 from megatron_fr.errors import ConfigError, ModelError
 from megatron_fr.tiny import make_untrained
 
@@ -63,22 +62,9 @@ def memory(name: str) -> int:
 def load_and_save_again(jobs: list[tuple[Path, Path, dict[str, int], Path, Path]]) -> list[list[str]]:
     """Load each converted checkpoint; return names of parameters that differ from the folder; save in Megatron's way
     twice: one name a layer, and Megatron's default of stacked layers."""
-    from megatron_fr.device import resolve_device
-    from megatron_fr.trainer import distributed
-
     answers = []
     for folder, converted, layout, named, stacked in jobs:
-        config = RunConfig.model_validate(
-            {
-                "model": {"path": str(folder), "dtype": "float32"},
-                "parallel": {"world_size": 2, **layout},
-                "train": {"num_updates": 1, "batch_size": 2},
-                "reward": {"function": "unused:unused"},
-                "data": {"train": "unused.jsonl"},
-            }
-        )
-        device = resolve_device("cpu")
-        distributed.initialize(config.parallel, device, seed=1, timeout_s=60)
+        config, device = initialize_layout(folder, layout)
         from megatron.core import dist_checkpointing, parallel_state
 
         from megatron_fr.bridge import iter_hf_tensors, read_hf_config

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import yaml
-from parallel_launch import run_ranks
+from parallel_launch import initialize_layout, run_ranks
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
@@ -80,22 +80,9 @@ def test_published_models_map_without_a_leftover_or_missing_tensor(name: str) ->
 
 
 def counted_and_built(jobs: list[tuple[Path, dict[str, int]]]) -> list[tuple[int, int]]:
-    from megatron_fr.device import resolve_device
-    from megatron_fr.trainer import distributed
-
     answers = []
     for folder, layout in jobs:
-        config = RunConfig.model_validate(
-            {
-                "model": {"path": str(folder), "dtype": "float32"},
-                "parallel": {"world_size": 2, **layout},
-                "train": {"num_updates": 1, "batch_size": 2},
-                "reward": {"function": "unused:unused"},
-                "data": {"train": "unused.jsonl"},
-            }
-        )
-        device = resolve_device("cpu")
-        distributed.initialize(config.parallel, device, seed=1, timeout_s=60)
+        config, device = initialize_layout(folder, layout)
         from megatron.core import parallel_state
 
         from megatron_fr.trainer.model import build_model
