@@ -16,6 +16,8 @@ from megatron_fr.tiny import make_untrained
 from megatron_fr.trajectory import ModelLimits
 
 MAX_CONTEXT = 1024
+#: Prompts above this many tokens are processed in parts.
+PREFILL_CHUNK = 96
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +55,7 @@ def spec(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Callab
 @pytest.fixture(scope="session")
 def engine(spec: Callable[..., EngineSpec]) -> Iterator[Engine]:
     """A running server with routes. Tests that change its weights put the first model back."""
-    server = Engine(spec())
+    server = Engine(spec(args={"chunked-prefill-size": PREFILL_CHUNK}))
     asyncio.run(server.start())
     family = family_of(server.pid)
     assert len(family) > 1  # the server has processes of its own

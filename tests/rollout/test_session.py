@@ -35,7 +35,7 @@ async def connect(
     engine: Engine, limits: ModelLimits, *, ignore_eos: bool = False, **options: Any
 ) -> AsyncIterator[EngineClient]:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-        client = EngineClient(engine.url, http, limits=limits, **{"temperature": 1.0, "timeout_s": 60.0, **options})
+        client = EngineClient(engine.url, http, limits=limits, **{"temperature": 1.0, "timeout_s": 240.0, **options})
         client.version = await current_version(client)
         if ignore_eos:  # a random model samples the end token now and then
             original = client.generate
@@ -84,6 +84,37 @@ def check(trajectory: Trajectory, limits: ModelLimits, model: Path, temperature:
     np.testing.assert_allclose(trajectory.behavior_logprobs[1:][acted], expected[acted], atol=1e-4)
     assert trajectory.route_error is None
     np.testing.assert_array_equal(trajectory.routed_experts, routes[:-1])
+
+
+def check_spanning(trajectory: Trajectory, limits: ModelLimits, models: list[Path], split: int) -> None:
+    """The first model processed ``split`` tokens, the second one the rest, reading the first one's keys and values."""
+    trajectory.validate(limits)
+    tokens = trajectory.tokens.tolist()
+    logprobs_a, routes_a, past = forward(models[0], tokens[:split])
+    logprobs_b, routes_b, _ = forward(models[1], tokens[split:], past=past)
+    expected = next_logprobs(np.concatenate([logprobs_a, logprobs_b]), tokens[1:])
+    acted = trajectory.action_mask[1:]
+    np.testing.assert_allclose(trajectory.behavior_logprobs[1:][acted], expected[acted], atol=1e-4)
+    assert trajectory.route_error is None
+    np.testing.assert_array_equal(trajectory.routed_experts, np.concatenate([routes_a, routes_b])[:-1])
+
+
+def watch(client: EngineClient, *, full_prefix: bool = False) -> list[Completion]:
+    """The answers that ``client`` gets from here on.
+
+    Args:
+        full_prefix: the engine returns all rows of a request's tokens, as one that ignores the start does.
+    """
+    answers: list[Completion] = []
+    original = client.generate
+
+    async def generate(*args: Any, routes_from: int | None = None, **kwargs: Any) -> Completion:
+        start = 0 if full_prefix and routes_from is not None else routes_from
+        answers.append(await original(*args, routes_from=start, **kwargs))
+        return answers[-1]
+
+    client.generate = generate  # type: ignore[method-assign]
+    return answers
 
 
 def test_logprobs_and_routes_of_a_multi_turn_session_equal_transformers(
@@ -213,23 +244,13 @@ def test_a_weight_update_in_mid_generation_is_recorded_token_by_token(
     n = len(PROMPT) + 1
     boundaries = set()
     for trajectory in spanning:
-        trajectory.validate(limits)
-        assert trajectory.route_error is None
         versions = trajectory.versions[trajectory.action_mask]
         old, new = versions.min(), versions.max()
         assert (new - old, sorted(versions)) == (1, versions.tolist())
         old_tokens = int((versions == old).sum())
         boundaries.add(old_tokens)
-        tokens = trajectory.tokens.tolist()
-        # A processes everything up to the token before the last one it samples; B reads A's keys and values.
-        split = n + old_tokens - 1
-        logprobs_a, routes_a, past = forward(models[0], tokens[:split])
-        logprobs_b, routes_b, _ = forward(models[1], tokens[split:], past=past)
-        expected = next_logprobs(np.concatenate([logprobs_a, logprobs_b]), tokens[1:])
-        got = trajectory.behavior_logprobs[1:]
-        acted = trajectory.action_mask[1:]
-        np.testing.assert_allclose(got[acted], expected[acted], atol=1e-4)
-        np.testing.assert_array_equal(trajectory.routed_experts, np.concatenate([routes_a, routes_b])[:-1])
+        # A processes everything up to the token before the last one it samples.
+        check_spanning(trajectory, limits, models, n + old_tokens - 1)
     assert min(boundaries) > 1
 
 
@@ -263,6 +284,70 @@ def test_an_aborted_request_keeps_its_tokens_and_the_turn_goes_on(
     assert any(part < 0 for part in parts), parts
     assert sum(map(abs, parts)) == trajectory.num_action_tokens
     check(trajectory, limits, models[0])
+
+
+def random_tokens(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 500, size=count).tolist()
+
+
+def test_prompts_and_tool_output_longer_than_a_prefill_chunk(
+    engine: Engine, limits: ModelLimits, models: list[Path]
+) -> None:
+    log, chunk = engine.spec.log_path, engine.spec.args["chunked-prefill-size"]
+    assert chunk == 96
+    before = len(log.read_text())
+
+    async def run() -> list[Trajectory]:
+        async with connect(engine, limits, ignore_eos=True) as client:
+
+            async def one(seed: int, prompt: int, output: int) -> Trajectory:
+                session = EngineSession(client, limits, max_new_tokens=64, want_routes=True)
+                session.observe(random_tokens(seed, prompt))
+                await session.generate(stop_token_ids=[], max_tokens=20)
+                session.observe(random_tokens(seed + 100, output))
+                await session.generate(stop_token_ids=[], max_tokens=20)
+                return finish(session)
+
+            sizes = [(96, 3), (97, 96), (200, 150), (500, 300), (30, 250)]
+            # Some alone, some in parts beside the decoding of others.
+            alone = [await one(seed, *size) for seed, size in enumerate(sizes[2:3])]
+            return alone + list(await asyncio.gather(*(one(seed, *size) for seed, size in enumerate(sizes, start=10))))
+
+    for trajectory in asyncio.run(run()):
+        check(trajectory, limits, models[0])
+    parts = [line for line in log.read_text()[before:].splitlines() if f"#new-token: {chunk}," in line]
+    assert len(parts) > 10, "the engine did not prefill in parts"
+
+
+@pytest.mark.parametrize("full_prefix", [False, True])
+def test_prefixes_that_other_requests_and_earlier_turns_left_in_the_cache(
+    engine: Engine, limits: ModelLimits, models: list[Path], full_prefix: bool
+) -> None:
+    common = random_tokens(50 + full_prefix, 230)
+
+    async def run() -> tuple[list[Trajectory], list[int]]:
+        async with connect(engine, limits, ignore_eos=True) as client:
+            answers = watch(client, full_prefix=full_prefix)
+
+            async def one(own: int) -> Trajectory:
+                session = EngineSession(client, limits, max_new_tokens=64, want_routes=True)
+                session.observe([*common, *random_tokens(own, own)])
+                for turn in range(3):
+                    await session.generate(stop_token_ids=[], max_tokens=12)
+                    session.observe(random_tokens(own + turn, 5))
+                return finish(session)
+
+            first = await one(0)
+            # The same prompt again, and others that leave the common prefix at its end.
+            rest = await asyncio.gather(*(one(own) for own in (0, 1, 7, 130)))
+            return [first, *rest], [answer.cached_tokens for answer in answers]
+
+    trajectories, cached = asyncio.run(run())
+    assert cached[0] == 0
+    assert min(cached[1:]) >= len(common) - 1
+    assert max(cached) > len(common) + 130  # a later turn's own prefix
+    for trajectory in trajectories:
+        check(trajectory, limits, models[0])
 
 
 def test_a_request_that_the_engine_refuses_names_the_engine_and_the_reason(engine: Engine, limits: ModelLimits) -> None:
