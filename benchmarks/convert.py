@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import filecmp
+import functools
 import gc
 import importlib.util
 import json
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+FILE_BYTES = 10**9  # of one weight file, in the generated folder and in those written from it
 
 
 def generate(folder: Path, layers: int, experts: int, vocabulary: int) -> tuple[int, int]:
@@ -70,7 +72,7 @@ def generate(folder: Path, layers: int, experts: int, vocabulary: int) -> tuple[
     )
     folder.mkdir()
     config.save_pretrained(folder)
-    files = plan_files(hf_tensor_specs(config, torch.bfloat16), 10**9)
+    files = plan_files(hf_tensor_specs(config, torch.bfloat16), FILE_BYTES)
     generator = torch.Generator().manual_seed(0)
     for name, members in files.items():
         with TensorFileWriter(folder / name, members) as writer:
@@ -94,7 +96,7 @@ def convert(source: Path, repetitions: int) -> dict[str, list[float]]:
     jobs: dict[str, tuple[Callable[..., object], Path, Path]] = {
         "copy": (shutil.copytree, source, work / "copy"),
         "to_megatron": (convert_hf_to_megatron, source, work / "megatron"),
-        "to_hf": (convert_megatron_to_hf, work / "megatron", work / "back"),
+        "to_hf": (functools.partial(convert_megatron_to_hf, shard_bytes=FILE_BYTES), work / "megatron", work / "back"),
     }
     samples: dict[str, list[tuple[float, float, int]]] = {kind: [] for kind in jobs}
     for _ in range(repetitions):
@@ -162,7 +164,7 @@ def steps(config: RunConfig, source: Path, package: str, name: str) -> Iterator[
         yield lambda: bridge.save_weights(chunks, str(out))
     else:
         yield lambda: load_hf_weights(chunks, hf_config, source)
-        yield lambda: save_hf_folder(chunks, hf_config, source, out)
+        yield lambda: save_hf_folder(chunks, hf_config, source, out, shard_bytes=FILE_BYTES)
 
 
 def timed(step: Callable[[], object]) -> list[float]:
