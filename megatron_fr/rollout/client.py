@@ -91,6 +91,7 @@ class EngineClient:
         routes_from: int | None = None,
         ignore_eos: bool = False,
         fresh: bool = False,
+        reuse_prefix: bool = True,
     ) -> Completion:
         """Sample after ``input_ids``.
 
@@ -99,7 +100,8 @@ class EngineClient:
 
         Args:
             routes_from: ask for routes, from this row on; None does not ask.
-            fresh: read nothing from the prefix cache.
+            fresh: read nothing from the prefix cache, and take the engine's version labels as they are.
+            reuse_prefix: off: read nothing from the prefix cache.
 
         Raises:
             EngineError: the engine cannot be reached, refused the request, or answered something unusable.
@@ -115,7 +117,7 @@ class EngineClient:
                 "ignore_eos": ignore_eos,
             },
             "return_logprob": True,
-            "extra_key": f"fresh-{next(self._unique)}" if fresh else f"version-{sent_at}",
+            "extra_key": f"fresh-{next(self._unique)}" if fresh or not reuse_prefix else f"version-{sent_at}",
         }
         if routes_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}

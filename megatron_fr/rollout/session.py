@@ -81,11 +81,13 @@ class EngineSession:
         budget = self.action_tokens_left if max_tokens is None else min(max_tokens, self.action_tokens_left)
         turn: list[int] = []
         empty_aborts = 0
+        aborted = False
         while budget > len(turn):
-            completion = await self._request(stop_token_ids, budget - len(turn))
+            completion = await self._request(stop_token_ids, budget - len(turn), resumed=aborted)
             turn += completion.token_ids
             if completion.finish_reason != "aborted":
                 return Generation(tuple(turn), completion.finish_reason)
+            aborted = True
             empty_aborts = 0 if completion.token_ids else empty_aborts + 1
             if empty_aborts >= _MAX_EMPTY_ABORTS:
                 return Generation(tuple(turn), "aborted")
@@ -133,7 +135,7 @@ class EngineSession:
             route_error=route_error,
         )
 
-    async def _request(self, stop_token_ids: Sequence[int], max_new_tokens: int) -> Completion:
+    async def _request(self, stop_token_ids: Sequence[int], max_new_tokens: int, *, resumed: bool) -> Completion:
         wanted = self._want_routes and self._route_error is None
         started = time.monotonic()
         try:
@@ -143,6 +145,9 @@ class EngineSession:
                 stop_token_ids=stop_token_ids,
                 routes_from=self._rows if wanted else None,
                 fresh=self._probe,
+                # An abort leaves the token under way in SGLang's prefix cache. Once computed anew under newer weights,
+                # its keys, values and routes would be replaced by those that the older ones left there.
+                reuse_prefix=not resumed,
                 ignore_eos=self._probe,
             )
         finally:

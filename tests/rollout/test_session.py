@@ -99,6 +99,26 @@ def check_spanning(trajectory: Trajectory, limits: ModelLimits, models: list[Pat
     np.testing.assert_array_equal(trajectory.routed_experts, np.concatenate([routes_a, routes_b])[:-1])
 
 
+def check_rebuilt(
+    trajectory: Trajectory, limits: ModelLimits, models: list[Path], processed: int, sampled: int
+) -> None:
+    """The first model processed and sampled so many tokens; then the second one computed the whole context anew.
+
+    The rows of the first part stay those that its tokens were sampled with.
+    """
+    trajectory.validate(limits)
+    tokens = trajectory.tokens.tolist()
+    logprobs, routes = zip(*(forward(model, tokens)[:2] for model in models), strict=True)
+    acted = trajectory.action_mask[1:]
+    got = trajectory.behavior_logprobs[1:][acted]
+    expected = [next_logprobs(values, tokens[1:])[acted] for values in logprobs]
+    np.testing.assert_allclose(got[:sampled], expected[0][:sampled], atol=1e-4)
+    np.testing.assert_allclose(got[sampled:], expected[1][sampled:], atol=1e-4)
+    assert trajectory.route_error is None
+    np.testing.assert_array_equal(trajectory.routed_experts[:processed], routes[0][:processed])
+    np.testing.assert_array_equal(trajectory.routed_experts[processed:], routes[1][processed:-1])
+
+
 def watch(client: EngineClient, *, full_prefix: bool = False) -> list[Completion]:
     """The answers that ``client`` gets from here on.
 
@@ -348,6 +368,83 @@ def test_prefixes_that_other_requests_and_earlier_turns_left_in_the_cache(
     assert max(cached) > len(common) + 130  # a later turn's own prefix
     for trajectory in trajectories:
         check(trajectory, limits, models[0])
+
+
+def test_weights_that_change_between_two_turns(engine: Engine, limits: ModelLimits, models: list[Path]) -> None:
+    prompt = random_tokens(70, 150)
+
+    async def run() -> list[tuple[bool, Trajectory, int]]:
+        async with (
+            connect(engine, limits, ignore_eos=True) as told,
+            connect(engine, limits, ignore_eos=True) as not_told,
+        ):
+            sessions = []
+            for full_prefix in (False, True):
+                for client in (told, not_told):
+                    session = EngineSession(client, limits, max_new_tokens=64, want_routes=True)
+                    session.observe([*prompt, int(full_prefix)])
+                    sessions.append((client, full_prefix, session))
+            old = told.version
+            for *_, session in sessions:
+                await session.generate(stop_token_ids=[], max_tokens=12)
+                session.observe([3, 4, 5])
+            await load_weights(told, models[1], old + 1)
+            told.version = old + 1  # as the trainer's commit does
+            finished = []
+            for client, full_prefix, session in sessions:
+                client.version = old + (client is told)
+                plain = client.generate
+                (answers := watch(client, full_prefix=full_prefix)).clear()
+                await session.generate(stop_token_ids=[], max_tokens=12)
+                client.generate = plain  # type: ignore[method-assign]
+                finished.append((client is told, finish(session), answers[0].cached_tokens))
+            await load_weights(told, models[0], old + 2)
+            return finished
+
+    for told, trajectory, cached in asyncio.run(run()):
+        processed = len(prompt) + 1 + 12 - 1
+        if not told:
+            # Sent as a request of the old version: the new weights read what the old ones left in the cache.
+            assert cached == processed
+            check_spanning(trajectory, limits, models, processed)
+            continue
+        assert cached < processed
+        check_rebuilt(trajectory, limits, models, processed, 12)
+
+
+@pytest.mark.parametrize("full_prefix", [False, True])
+def test_a_request_that_is_aborted_for_new_weights_and_resumed_under_them(
+    engine: Engine, limits: ModelLimits, models: list[Path], full_prefix: bool
+) -> None:
+    async def run() -> tuple[Trajectory, list[Completion], int]:
+        async with connect(engine, limits, ignore_eos=True) as client:
+            old = client.version
+            session = EngineSession(client, limits, max_new_tokens=600, want_routes=True)
+            session.observe(random_tokens(80 + full_prefix, 120))
+            running = asyncio.create_task(session.generate(stop_token_ids=[]))
+            await progress(client)
+            answers = watch(client, full_prefix=full_prefix)
+            await post(client, "/pause_generation", mode="abort")
+            body = {"model_path": str(models[1]), "weight_version": str(old + 1), "flush_cache": False}
+            assert (await post(client, "/update_weights_from_disk", **body))["success"]
+            await post(client, "/continue_generation")
+            await running
+            await load_weights(client, models[0], old + 2)
+            return finish(session), answers, old
+
+    trajectory, answers, old = asyncio.run(run())
+    (resumed,) = answers
+    sampled = trajectory.num_action_tokens - len(resumed.token_ids)
+    assert sampled > 0
+    assert len(resumed.token_ids) > 0
+    split = 120 + sampled - 1
+    assert resumed.cached_tokens == 0
+    check_rebuilt(trajectory, limits, models, split, sampled)
+    versions = trajectory.versions[trajectory.action_mask]
+    # A token may be labelled one version too old, never too new.
+    assert set(versions[: sampled + 1]) == {old}
+    assert set(versions[sampled + 1 :]) <= {old, old + 1}
+    assert versions[-1] == old + 1
 
 
 def test_a_request_that_the_engine_refuses_names_the_engine_and_the_reason(engine: Engine, limits: ModelLimits) -> None:
