@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="under 40 s on one thread")
     quick = parser.parse_args().quick
     started = time.monotonic()
-    tokens, width, repetitions, budget_s = (768, 256, 3, 12.0) if quick else (2048, 896, 5, float("inf"))
+    tokens, width, repetitions, budget_s = (768, 256, 3, 12.0) if quick else (1024, 896, 3, float("inf"))
     cases = []
     for dtype in (torch.bfloat16,) if quick else (torch.bfloat16, torch.float32):
         for vocabulary in VOCABULARIES:
