@@ -62,6 +62,26 @@ def run_ranks(function: Callable[..., Any], world_size: int, *, timeout_s: float
         return [torch.load(folder / f"answer{rank}", weights_only=False) for rank in range(world_size)]
 
 
+def initialize_layout(folder: Path, layout: dict[str, int]) -> tuple[Any, Any]:
+    """On a rank: join the others in a parallel layout; the run's configuration for the model in ``folder``, device."""
+    from megatron_fr.config import RunConfig
+    from megatron_fr.device import resolve_device
+    from megatron_fr.trainer import distributed
+
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": str(folder), "dtype": "float32"},
+            "parallel": {"world_size": int(os.environ["WORLD_SIZE"]), **layout},
+            "train": {"num_updates": 1, "batch_size": 2},
+            "reward": {"function": "unused:unused"},
+            "data": {"train": "unused.jsonl"},
+        }
+    )
+    device = resolve_device("cpu")
+    distributed.initialize(config.parallel, device, seed=1, timeout_s=60)
+    return config, device
+
+
 def _wait(ranks: list[subprocess.Popen[bytes]], folder: Path, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while any(process.poll() is None for process in ranks):

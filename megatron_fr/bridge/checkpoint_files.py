@@ -176,7 +176,7 @@ class CheckpointFiles:
     def _payload(self, key: str, offset: tuple[int, ...], sizes: tuple[int, ...]) -> Extent | None:
         info, dtype = self._places[key, offset], self.tensors[key].properties.dtype
         with self._damaged(info.relative_path, key):
-            start = self._finder.offset(self._view(info), sizes, dtype)
+            start = self._finder.offset(self._view(info), info.length, sizes, dtype)
             if start is None:
                 return None
             length = torch.Size(sizes).numel() * dtype.itemsize

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_fr.errors import ModelError
 
-_BUFFER = 1 << 20  # stays in a processor's cache; copying with it costs what the kernel's own file copy does
+_BUFFER = 1 << 18  # stays in a core's own cache: copying costs what the kernel's file copy does, with 1 MiB half more
 #: The kernel reads or writes at most 2 GiB at a time.
 MAX_TRANSFER = 1 << 30
 
@@ -42,7 +42,7 @@ class Extent:
 
 
 class Copier:
-    """Reads ranges piece by piece, always into the same buffer of 1 MiB."""
+    """Reads ranges piece by piece, always into the same small buffer."""
 
     def __init__(self) -> None:
         self._buffer = memoryview(bytearray(_BUFFER))

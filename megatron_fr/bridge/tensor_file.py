@@ -7,6 +7,7 @@ pages of a mapped file would count as the process's own.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -46,7 +47,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
+    @functools.cached_property
     def num_bytes(self) -> int:
         """Size of the data."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize

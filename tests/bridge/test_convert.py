@@ -197,14 +197,14 @@ def test_a_stored_piece_is_byte_for_byte_what_torch_saves_and_its_bytes_are_foun
         checked = io.BytesIO()
         torch.save(tensor, checked)
         for stored in (before + data + after, checked.getvalue()):
-            start = finder.offset(io.BytesIO(stored), shape, dtype)
+            start = finder.offset(io.BytesIO(stored), len(stored), shape, dtype)
             assert start is not None
             assert stored[start : start + len(data)] == data
-            assert finder.offset(io.BytesIO(stored), (*shape, 1), dtype) is None
+            assert finder.offset(io.BytesIO(stored), len(stored), (*shape, 1), dtype) is None
     crossed = io.BytesIO()
     torch.save(torch.randn(4, 6).to(dtype).t(), crossed)
     crossed.seek(0)
-    assert finder.offset(crossed, (6, 4), dtype) is None
+    assert finder.offset(crossed, len(crossed.getvalue()), (6, 4), dtype) is None
 
 
 def test_a_cast_there_and_back_keeps_every_bit_and_a_damaged_piece_is_named(
