@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+REPETITIONS = 3
 FILE_BYTES = 10**9  # of one weight file, in the generated folder and in those written from it
 
 
@@ -85,13 +86,18 @@ def generate(folder: Path, layers: int, experts: int, vocabulary: int) -> tuple[
     return sum(spec.num_bytes for spec in specs), layer
 
 
-def convert(source: Path, repetitions: int) -> dict[str, list[float]]:
-    """Copy and convert in turns; for each kind least seconds, least seconds until on disk, largest growth in bytes."""
+def convert(source: Path, repetitions: int, shape: tuple[int, int, int]) -> tuple[int, int, dict[str, list[float]]]:
+    """Generate the folder, then copy and convert it in turns.
+
+    Returns:
+        as :func:`generate`, and for each kind least seconds, least seconds until on disk, largest growth in bytes.
+    """
+    size, layer = generate(source, *shape)
     from megatron_fr.bridge import read_hf_config
     from megatron_fr.bridge.to_hf import convert_megatron_to_hf
     from megatron_fr.bridge.to_megatron import convert_hf_to_megatron
 
-    read_hf_config(source)  # imports transformers
+    read_hf_config(source)  # its imports are no conversion's time
     work = source.parent
     jobs: dict[str, tuple[Callable[..., object], Path, Path]] = {
         "copy": (shutil.copytree, source, work / "copy"),
@@ -109,10 +115,11 @@ def convert(source: Path, repetitions: int) -> dict[str, list[float]]:
             seconds = time.monotonic() - started
             os.sync()
             samples[kind].append((seconds, time.monotonic() - started, status("VmHWM") - before))
-    return {
+    least = {
         kind: [min(s for s, _, _ in found), min(d for _, d, _ in found), max(m for _, _, m in found)]
         for kind, found in samples.items()
     }
+    return size, layer, least
 
 
 def load_and_save(source: Path, layouts: list[dict[str, int]], package: str) -> list[list[list[float]]]:
@@ -169,6 +176,7 @@ def steps(config: RunConfig, source: Path, package: str, name: str) -> Iterator[
 
 def timed(step: Callable[[], object]) -> list[float]:
     """``[seconds, growth of resident memory in bytes]``."""
+    os.sync()  # what earlier steps left to be written is not this one's time
     before = reset_peak()
     started = time.monotonic()
     step()
@@ -238,7 +246,7 @@ def same_files(first: Path, second: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="0.3 GB instead of 2.6 GB")
+    parser.add_argument("--quick", action="store_true", help="0.3 GB instead of 2.6 GB, and TP 2 only")
     parser.add_argument("--dir", type=Path, help="where to write (default: the temporary folder)")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -247,12 +255,12 @@ def main() -> None:
         function = {"convert": convert, "load_and_save": load_and_save}[call.pop("function")]
         print(json.dumps(function(source=Path(call.pop("source")), **call)))  # type: ignore[operator]
         return
-    layers, experts, vocabulary, repetitions = (4, 16, 8003, 3) if arguments.quick else (16, 32, 32003, 3)
+    shape = (4, 16, 8003) if arguments.quick else (16, 32, 32003)  # layers, experts, vocabulary
     result: dict[str, Any] = {"benchmark": "convert"}
     with tempfile.TemporaryDirectory(dir=arguments.dir) as name:
         source = Path(name) / "hf"
-        size, layer = generate(source, layers, experts, vocabulary)
-        (found,) = start({"function": "convert", "source": str(source), "repetitions": repetitions})
+        call = {"function": "convert", "source": str(source), "repetitions": REPETITIONS, "shape": shape}
+        ((size, layer, found),) = start(call)
         same_files(source, source.parent / "back")
         for kind, (seconds, on_disk, memory) in found.items():
             print(
@@ -268,7 +276,7 @@ def main() -> None:
 
         result |= {"load_memory_over_layer": 0.0, "save_memory_over_layer": 0.0}
         job = {"function": "load_and_save", "source": str(source), "package": "megatron_fr"}
-        layouts = [{"tensor": 2}, {"expert": 2}]
+        layouts = [{"tensor": 2}] if arguments.quick else [{"tensor": 2}, {"expert": 2}]
         ranks = start(job | {"layouts": layouts}, 2)
         for number, layout in enumerate(layouts):
             same_files(source, source.parent / f"saved_by_megatron_fr_{number}")
