@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_fr.errors import ModelError
@@ -47,15 +47,21 @@ class Copier:
     def __init__(self) -> None:
         self._buffer = memoryview(bytearray(_BUFFER))
 
-    def chunks(self, extents: Iterable[Extent]) -> Iterator[memoryview]:
+    def chunks(self, extents: Iterable[Extent], position: int) -> Iterator[memoryview]:
         """The bytes of the ranges in order; each piece is valid until the next one is asked for.
+
+        Args:
+            position: where in a file they are about to be written. Pieces end where a multiple of the buffer's size
+                does, so that the kernel gives the file large pages.
 
         Raises:
             ModelError: names the file and the tensor that could not be read.
         """
         for extent in extents:
-            for start in range(0, extent.length, _BUFFER):
-                length = min(_BUFFER, extent.length - start)
-                part = Extent(extent.path, extent.descriptor, extent.offset + start, length, extent.tensor)
+            done = 0
+            while done < extent.length:
+                length = min(_BUFFER - position % _BUFFER, extent.length - done)
+                part = replace(extent, offset=extent.offset + done, length=length)
                 part.read_into(self._buffer[:length])
                 yield self._buffer[:length]
+                done, position = done + length, position + length

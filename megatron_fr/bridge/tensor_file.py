@@ -201,7 +201,7 @@ class TensorFileWriter:
             ModelError: also where a range cannot be read.
         """
         spec, count = self._pending.pop(), 0
-        for chunk in self._copier.chunks(extents):
+        for chunk in self._copier.chunks(extents, self._file.tell()):
             self._write(f"tensor {name!r}", chunk)
             count += len(chunk)
         if (name, count) != (spec.name, spec.num_bytes):

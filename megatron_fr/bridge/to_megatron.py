@@ -123,7 +123,7 @@ def _write_file(
             for item in items:
                 start = file.tell()
                 names = source.names(item)
-                for data in source.data(item):
+                for data in source.data(item, start):
                     rest = memoryview(data)
                     while rest:
                         rest = rest[file.write(rest[:MAX_TRANSFER]) :]
@@ -188,8 +188,8 @@ class _Source:
         """The Hugging Face tensors that an item is made of."""
         return ", ".join(self._pieces[item.index.fqn, item.index.offset].entry.hf) if item.tensor_data else _COMMON
 
-    def data(self, item: WriteItem) -> Iterator[bytes | memoryview]:
-        """The bytes in order; each part is valid until the next one is asked for.
+    def data(self, item: WriteItem, position: int) -> Iterator[bytes | memoryview]:
+        """The bytes in order, to be written at ``position``; each part is valid until the next one is asked for.
 
         Raises:
             ModelError: a tensor cannot be read.
@@ -206,7 +206,7 @@ class _Source:
         runs = piece_runs(rule, self._dims, piece.rank, piece.size, piece.part)
         if runs is not None and all(self._files.spec(name).dtype == dtype for name in names):
             extents = (self._files.slice(names[run.source]).extent(run.start, run.stop) for run in runs)
-            yield from self._copier.chunks(extents)
+            yield from self._copier.chunks(extents, position + len(before))
         else:
             sources = [self._files.slice(name) for name in names]
             value = rule.piece(sources, self._dims, piece.rank, piece.size, piece.part).to(dtype).contiguous()
