@@ -111,8 +111,13 @@ def read(folder: Path, policy: Policy, extra: dict[str, Any]) -> None:
         extra: what :meth:`BackgroundWriter.begin` returned.
 
     Raises:
-        CheckpointError: the folder does not hold this model's state.
+        CheckpointError: the folder does not hold this model's state, or all of it.
     """
+    if missing := sorted({"adam_step", "schedule_step", "layout"} - extra.keys()):
+        raise CheckpointError(
+            f"checkpoint {folder} is of an earlier version of this software: its record has no {missing[0]!r}; "
+            "convert it with tools/convert_megatron_to_hf.py and start from that model with checkpoint.resume=never"
+        )
     model = model_state(policy.chunks)
     target = OptimizerTarget(policy.step.optimizer, model)
     state: dict[str, Any] = {"model": model, "optimizer": target.state}

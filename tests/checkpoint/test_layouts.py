@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -183,3 +184,11 @@ def test_a_killed_saves_folder_goes_at_the_next_start_and_a_live_ones_stays(tmp_
     lock.close()
     remove_unfinished(tmp_path, said.append)
     assert not work.exists()
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    from megatron_fr.trainer import checkpoint_io
+
+    policy: Any = None  # nothing of it is looked at
+    with pytest.raises(CheckpointError, match=r"000001 is of an earlier version .* no 'layout'; convert it with"):
+        checkpoint_io.read(tmp_path / "update-000001", policy, {"adam_step": 3, "schedule_step": 3})
