@@ -51,6 +51,15 @@ def test_an_engine_that_dies_at_start_shows_its_last_words(policy: Path, tmp_pat
     assert len(message.splitlines()) < 8, message  # its usage is a screenful
 
 
+@pytest.mark.slow
+def test_an_engine_that_computes_something_else_than_the_trainer_ends_the_run(policy: Path, tmp_path: Path) -> None:
+    # Two implementations never agree to 1e-12: with that limit a sound engine stands for one with wrong weights.
+    command = arguments(policy, tmp_path / "run", "sync.max_probe_difference=1e-12", "rollout.engines=1")
+    message = error_of(command, tmp_path / "log")
+    assert "after the sync to version 0, engine " in message
+    assert "above sync.max_probe_difference=1e-12; the engine's weights or numerics are not the trainer's" in message
+
+
 def test_a_reward_function_that_cannot_be_imported_is_named(policy: Path, tmp_path: Path) -> None:
     message = error_of(arguments(policy, tmp_path / "run", "reward.function=nowhere:reward"), tmp_path / "log")
     assert "reward.function='nowhere:reward'" in message
