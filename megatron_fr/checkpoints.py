@@ -82,20 +82,22 @@ def folder_of(output: Path, update: int) -> Path:
 def work_folder(output: Path, update: int) -> tuple[Path, IO[str] | None]:
     """A folder to write that checkpoint into, and the lock to keep open while it is written (None: no locks here).
 
-    It holds nothing but the lock; a left-over of an earlier attempt is removed.
+    It holds nothing but the lock; what an earlier attempt left in it is removed.
 
     Raises:
         CheckpointError: another process is writing it.
         OSError: it cannot be made.
     """
     work = folder_of(output, update).with_suffix(_WORK_SUFFIX)
-    if work.exists():
-        lock = _try_lock(work)
-        shutil.rmtree(work)
+    work.mkdir(parents=True, exist_ok=True)
+    lock = _try_lock(work)
+    try:
+        _empty(work)
+    except OSError:
         if lock is not None:
             lock.close()
-    work.mkdir(parents=True)
-    return work, _try_lock(work)
+        raise
+    return work, lock
 
 
 def remove_unfinished(output: Path, say: Callable[[str], None] = print) -> None:
@@ -108,10 +110,23 @@ def remove_unfinished(output: Path, say: Callable[[str], None] = print) -> None:
                 say(f"left {work} alone: without file locks here, it may be another run's; delete it if it is not")
                 continue
             with lock:
-                shutil.rmtree(work)
+                _empty(work)
+            # Without the lock: NFS keeps a deleted file that is open under another name, and the folder with it.
+            shutil.rmtree(work)
             say(f"removed {work}, an unfinished checkpoint of an earlier run")
         except (CheckpointError, OSError) as error:
             say(f"left {work} alone: {error}")
+
+
+def _empty(work: Path) -> None:
+    """Delete all but the lock."""
+    for path in work.iterdir():
+        if path.name == _LOCK_FILE:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _try_lock(work: Path) -> IO[str] | None:

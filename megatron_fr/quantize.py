@@ -41,7 +41,8 @@ def read_calibration(path: str | Path, folder: str | Path, *, limit: int = 64, m
         int64 tensors ``[1, tokens]``, at most ``limit``.
 
     Raises:
-        ModelError: it is nothing of these, or holds no trajectory; names the line of a JSONL file.
+        ModelError: it is nothing of these, or holds no trajectory; or a line of a JSONL file, which is named, is no
+            such object or has a token that the model's vocabulary lacks.
     """
     path = Path(path)
     if path.is_dir():
@@ -53,8 +54,9 @@ def read_calibration(path: str | Path, folder: str | Path, *, limit: int = 64, m
         elif path.suffix == ".npz":
             rows = [trajectory.tokens.tolist() for trajectory in decode(path.read_bytes())]
         else:
+            vocabulary = int(read_hf_config(folder).vocab_size)
             lines = enumerate(path.read_text().splitlines(), 1)
-            rows = [_read_line(path, number, line, folder) for number, line in lines if line.strip()]
+            rows = [_read_line(f"{path}:{i}", line, folder, vocabulary) for i, line in lines if line.strip()]
     except (CheckpointError, TrajectoryError, OSError, UnicodeDecodeError) as error:
         raise ModelError(f"calibration {path} cannot be read: {error}") from error
     kept = [torch.tensor([row[:max_tokens]], dtype=torch.int64) for row in rows[:limit] if len(row) > 1]
@@ -66,24 +68,32 @@ def read_calibration(path: str | Path, folder: str | Path, *, limit: int = 64, m
     return kept
 
 
-def _read_line(path: Path, number: int, line: str, folder: str | Path) -> list[int]:
+def _read_line(place: str, line: str, folder: str | Path, vocabulary: int) -> list[int]:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise ModelError(f"{path}:{number}: no JSON: {error}") from error
+        raise ModelError(f"{place}: no JSON: {error}; write one object a line") from error
+    if not isinstance(row, dict):
+        raise ModelError(f'{place}: holds {type(row).__name__}; write an object, {{"tokens": [ids]}}')
     if isinstance(row.get("tokens"), list):
-        return [int(token) for token in row["tokens"]]
+        for token in row["tokens"]:
+            if type(token) is not int or not 0 <= token < vocabulary:  # a bool is an int
+                raise ModelError(
+                    f"{place}: tokens holds {token!r}, expected ids of 0 to {vocabulary - 1}; tokenize with {folder}, "
+                    "or give 'prompt' (text)"
+                )
+        return list(row["tokens"])
     if isinstance(row.get("prompt"), str):
         from transformers import AutoTokenizer
 
         return list(AutoTokenizer.from_pretrained(folder)(row["prompt"])["input_ids"])
-    raise ModelError(f"{path}:{number}: neither 'tokens' (ids) nor 'prompt' (text)")
+    raise ModelError(f"{place}: neither 'tokens' (ids) nor 'prompt' (text); give one of them")
 
 
 @torch.no_grad()
 def quantize_hf(hf_dir: str | Path, out_dir: str | Path, calibration: Sequence[torch.Tensor]) -> dict[str, float]:
     """Write ``out_dir`` with FP8 weights and scales, load it again from the disk, and compare its log-probabilities
-    with those of ``hf_dir`` in bfloat16.
+    with those of ``hf_dir`` in bfloat16. What was in ``out_dir`` before is replaced once all of that has worked.
 
     Args:
         calibration: int64 ``[1, tokens]`` each, whose activations set the scales; half of them, the odd ones, are
@@ -121,11 +131,10 @@ def quantize_hf(hf_dir: str | Path, out_dir: str | Path, calibration: Sequence[t
         for name, data in written.items():  # the exporter's configuration describes the quantisation
             if name.endswith("config.json") and name != "generation_config.json":
                 (work / name).write_bytes(data)
-        check_quantized(work)
-    del model
-    again = load_quantized(out_dir)
-    after = [_logprobs(again, ids) for ids in held_out]
-    difference = torch.cat([(b - a).abs() for b, a in zip(before, after, strict=True)])
+        del model
+        again = load_quantized(work)
+        after = [_logprobs(again, ids) for ids in held_out]
+        difference = torch.cat([(b - a).abs() for b, a in zip(before, after, strict=True)])
     return {"mean": float(difference.mean()), "max": float(difference.max()), "tokens": float(len(difference))}
 
 

@@ -75,6 +75,10 @@ def test_a_typo_is_an_error_that_names_the_field_meant(load, override, remedy):
         (["algorithm=grpo", "train.batch_size=12"], "train.batch_size=12 is not a multiple of algorithm.group_size=8"),
         (["rollout.max_new_tokens=8192"], "leaves no room for a prompt in rollout.max_context=8192"),
         (["sync.probe_tokens=8192"], "leaves no room for a prompt in rollout.max_context=8192; lower the first"),
+        (
+            ["checkpoint={keep_best: 1, every: 10}", "evaluation.every=7", "data.eval=eval.jsonl"],
+            "checkpoint.every=10 and evaluation.every=7 evaluates few of the updates that it saves; make one of the",
+        ),
         (["parallel.world_size=6", "parallel.tensor=4"], "not a multiple of tensor x pipeline x context = 4"),
         (["parallel.world_size=2", "parallel.expert=4"], "not a multiple of expert x expert_tensor x pipeline = 4"),
         (["parallel.world_size=32"], "train.batch_size=16 gives some of the 32 data-parallel ranks no trajectory"),
@@ -82,6 +86,12 @@ def test_a_typo_is_an_error_that_names_the_field_meant(load, override, remedy):
 )
 def test_a_contradiction_is_refused_with_both_values_and_the_remedy(load, overrides, reason):
     assert reason in refusal(load, *overrides)
+
+
+@pytest.mark.parametrize(("saved", "scored"), [(10, 10), (10, 5), (5, 10)])
+def test_the_best_can_be_kept_where_every_evaluation_or_every_checkpoint_has_the_other(load, saved, scored):
+    every = [f"checkpoint.every={saved}", f"evaluation.every={scored}"]
+    assert load("checkpoint.keep_best=1", "data.eval=eval.jsonl", *every).checkpoint.keep_best == 1
 
 
 @pytest.mark.parametrize("override", ["rollout.top_p=0.9", "rollout.top_k=50", "rollout.min_p=0.05"])

@@ -73,6 +73,14 @@ class RunConfig(Section):
                 f"checkpoint.keep_best={self.checkpoint.keep_best} needs updates that are both evaluated and saved; "
                 "set data.eval, evaluation.every and checkpoint.every"
             )
+        if self.checkpoint.keep_best:
+            saved, scored = self.checkpoint.every, self.evaluation.every
+            if saved % scored and scored % saved:
+                raise ValueError(
+                    f"checkpoint.keep_best={self.checkpoint.keep_best} with checkpoint.every={saved} and "
+                    f"evaluation.every={scored} evaluates few of the updates that it saves; "
+                    "make one of the two a multiple of the other"
+                )
         return self
 
     @property

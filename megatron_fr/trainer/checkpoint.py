@@ -133,8 +133,8 @@ class TrainingCheckpoints:
             print(f"checkpoint {final} is complete; older one {problem}", flush=True)
 
     def _discard(self, work: Path) -> None:
+        self._release()  # first: on NFS a folder with an open file cannot be deleted
         shutil.rmtree(work, ignore_errors=True)
-        self._release()
 
     def _release(self) -> None:
         if self._lock is not None:

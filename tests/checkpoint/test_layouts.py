@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).parent))
 from layout_ranks import Job, failing_writes, pass_on, pass_on_and_save_run, whole_tensors
 from parallel_launch import run_ranks
+from silly_rename import silly_rename
 
 from megatron_fr.checkpoints import all_checkpoints, problem, read_record, remove_unfinished, work_folder
 from megatron_fr.errors import CheckpointError
@@ -184,6 +185,28 @@ def test_a_killed_saves_folder_goes_at_the_next_start_and_a_live_ones_stays(tmp_
     lock.close()
     remove_unfinished(tmp_path, said.append)
     assert not work.exists()
+
+
+def test_a_left_over_goes_on_nfs_where_an_open_file_stays_when_it_is_deleted(tmp_path: Path) -> None:
+    def killed_save() -> Path:
+        work = tmp_path / "training_state" / "update-000004.tmp"
+        (work / "hf").mkdir(parents=True)
+        for name in (".writing", "__0_0.distcp", "hf/config.json"):
+            (work / name).write_text("half")
+        return work
+
+    said: list[str] = []
+    killed = killed_save()
+    with silly_rename():
+        remove_unfinished(tmp_path, said.append)
+        assert said == [f"removed {killed}, an unfinished checkpoint of an earlier run"]
+        assert not killed.exists()
+    killed_save()
+    with silly_rename():
+        work, lock = work_folder(tmp_path, 4)
+        assert [p.name for p in work.iterdir()] == [".writing"]
+    assert lock is not None
+    lock.close()
 
 
 def test_a_checkpoint_of_an_earlier_version_is_refused_with_what_to_do(tmp_path: Path) -> None:

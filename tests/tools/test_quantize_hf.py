@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_fr import quantize
 from megatron_fr.device import prepare_process, resolve_device
 from megatron_fr.errors import ModelError
 from megatron_fr.quantize import check_quantized, load_quantized, read_calibration
@@ -94,10 +95,48 @@ def check_what_the_folder_computes(model: Path, out: Path, sequences: list[torch
         load_quantized(out)
 
 
-def test_calibration_that_holds_no_tokens_names_the_line(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_read_back_replaces_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, out = make_untrained(tmp_path / "model", family="qwen3"), tmp_path / "fp8"
+    out.mkdir()
+    (out / "good").write_text("of an earlier export")
+
+    def damaged(folder: Path) -> Any:
+        (file,) = folder.glob("*.safetensors")
+        tensors = load_file(file)
+        del tensors["model.layers.1.self_attn.v_proj.input_scale"]
+        save_file(tensors, file, metadata={"format": "pt"})
+        return load_quantized(folder)
+
+    monkeypatch.setattr(quantize, "load_quantized", damaged)
+    with pytest.raises(ModelError, match="has no scale"):
+        quantize.quantize_hf(model, out, [torch.arange(48)[None]])
+    assert [file.name for file in tmp_path.iterdir() if file != model] == ["fp8"]
+    assert [file.name for file in out.iterdir()] == ["good"]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"text": "no"}', "neither 'tokens' (ids) nor 'prompt' (text); give one of them"),
+        ("{tokens}", "no JSON: "),
+        ("[1, 2, 3]", 'holds list; write an object, {"tokens": [ids]}'),
+        ("null", "holds NoneType; write an object"),
+        ('{"tokens": [1, "a"]}', "tokens holds 'a', expected ids of 0 to 499; tokenize with "),
+        ('{"tokens": [1, null]}', "tokens holds None, expected"),
+        ('{"tokens": [1, 2.5]}', "tokens holds 2.5, expected"),
+        ('{"tokens": [1, true]}', "tokens holds True, expected"),
+        ('{"tokens": [1, -1]}', "tokens holds -1, expected"),
+        ('{"tokens": [1, 500]}', "tokens holds 500, expected"),
+    ],
+)
+def test_a_calibration_line_that_is_no_sequence_is_named(tmp_path: Path, line: str, reason: str) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 500}')
     path = tmp_path / "calibration.jsonl"
-    path.write_text('{"tokens": [1, 2, 3]}\n{"text": "no"}\n')
-    with pytest.raises(ModelError, match=r"calibration\.jsonl:2: neither 'tokens'"):
+    path.write_text('{"tokens": [1, 2, 499]}\n')
+    assert [ids.tolist() for ids in read_calibration(path, tmp_path)] == [[[1, 2, 499]]]
+    path.write_text(f'{{"tokens": [1, 2, 3]}}\n{line}\n')
+    with pytest.raises(ModelError, match=re.escape(f"calibration.jsonl:2: {reason}")):
         read_calibration(path, tmp_path)
 
 
