@@ -57,13 +57,19 @@ def lease_free_port(host: str) -> PortLease:
 
 
 def free_port(host: str) -> int:
-    """A free port for a server that binds it at once.
+    """A free port for a server that binds it at once; below the ephemeral range if there is one.
 
     Raises:
-        EngineError: none was found.
+        OSError: ``host`` is no address of this machine.
     """
-    with lease_free_port(host) as lease:
-        return lease.port
+    try:
+        with lease_free_port(host) as lease:
+            return lease.port
+    except EngineError:
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family) as probe:
+            probe.bind((host, 0))
+            return int(probe.getsockname()[1])
 
 
 def lease_port(host: str, port: int, field: str) -> PortLease:

@@ -45,7 +45,7 @@ def read_hf_config(path: str | Path) -> Any:
     """The transformers configuration of a model folder or hub name.
 
     Raises:
-        ModelError: the folder or its ``config.json`` is missing or damaged.
+        ModelError: the folder or its ``config.json`` is missing or damaged, or names a dtype that no weights have.
     """
     from transformers import AutoConfig
 
@@ -53,6 +53,7 @@ def read_hf_config(path: str | Path) -> Any:
     if not (folder / "config.json").is_file():
         raise ModelError(f"model.path={str(path)!r} has no config.json; give a complete Hugging Face folder")
     try:
+        stated_dtype(folder)
         return AutoConfig.from_pretrained(folder)
     except (ValueError, OSError, KeyError) as error:
         raise ModelError(f"model.path={str(path)!r}: config.json cannot be read: {error}") from error
@@ -116,11 +117,20 @@ class WeightFiles:
             handle.close()
 
 
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
 def stated_dtype(folder: Path) -> torch.dtype | None:
-    """The dtype that ``config.json`` says the weights have; None where it says none."""
+    """The dtype that ``config.json`` says the weights have; None where it says none.
+
+    Raises:
+        ModelError: it says something else than a dtype that weights are trained in.
+    """
     config = json.loads((folder / "config.json").read_text())
     name = config.get("dtype") or config.get("torch_dtype")
-    return getattr(torch, name) if name else None
+    if name is not None and name not in _DTYPES:
+        raise ModelError(f"{folder / 'config.json'}: dtype is {name!r}; write one of {', '.join(_DTYPES)}")
+    return None if name is None else _DTYPES[name]
 
 
 def copy_other_files(source: Path, out: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def convert_megatron_to_hf(
     dtype = stated_dtype(source) or files.tensors["embedding.word_embeddings.weight"].properties.dtype
     plan = plan_files(hf_tensor_specs(hf_config, dtype), shard_bytes)
     files.close()
-    with atomic_folder(out_dir) as work:
+    with atomic_folder(out_dir, checkpoint, source) as work:
         jobs = [(checkpoint, source, work / name, members) for name, members in plan.items()]
         if processes <= 1 or len(jobs) == 1:
             for job in jobs:
@@ -69,7 +70,7 @@ def convert_megatron_to_hf(
             with ProcessPoolExecutor(min(processes, len(jobs)), mp_context=context) as pool:
                 running = {pool.submit(write_file, *job): job for job in jobs}
                 for future in as_completed(running):
-                    future.result()
+                    _result(future, running[future][2])
                     if progress is not None:
                         _, _, path, members = running[future]
                         progress(path.name, sum(spec.num_bytes for spec in members))
@@ -78,6 +79,13 @@ def convert_megatron_to_hf(
         if verify:
             compare(checkpoint, work)
     return Path(out_dir)
+
+
+def _result(future: Future[None], path: Path) -> None:
+    try:
+        future.result()
+    except BrokenProcessPool as error:
+        raise ModelError(f"{path}: the process writing it was killed, for want of memory?; use fewer") from error
 
 
 def write_file(

@@ -90,7 +90,7 @@ def convert_hf_to_megatron(
     common = MetadataIndex(_COMMON)
     plans[min(plans)].insert(0, WriteItem(index=common, type=WriteItemType.BYTE_IO))
 
-    with atomic_folder(out_dir) as work:
+    with atomic_folder(out_dir, source) as work:
         writer = FileSystemWriter(work, sync_files=False)
         writer.set_up_storage_writer(True)
         ranked, metadata = create_default_global_save_plan([SavePlan(plans[key]) for key in sorted(plans)])

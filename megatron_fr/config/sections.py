@@ -145,7 +145,7 @@ class TrainConfig(Section):
         0,
         ge=0,
         description="updates between forwards with the live router that measure what replay changes; each takes about "
-        "a third of an update's forward and backward; 0: none",
+        "a third of an update's forward and backward; 0, and where no routes are replayed: none",
     )
     moe_aux_loss_coeff: float = Field(
         0.0, ge=0, description="of the experts' load-balancing loss in each micro-batch; 0, as published, turns it off"

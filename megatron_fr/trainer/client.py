@@ -110,14 +110,17 @@ class RolloutClient:
             RolloutEnded: the service cannot go on.
         """
         body = {"engine": engine, "max_tokens": max_tokens}
+        deadline = time.monotonic() + timeout_s
         for attempt in range(1, _PROBE_ATTEMPTS + 1):
+            # An equal part of what is left, pauses included: the last attempt ends at the deadline.
+            share = (deadline - time.monotonic()) / (_PROBE_ATTEMPTS + 1 - attempt)
             try:
-                answer = self._call("POST", "/probe", body, timeout_s=timeout_s / _PROBE_ATTEMPTS)
+                answer = self._call("POST", "/probe", body, timeout_s=max(share, 0.1))
                 return decode(answer.content)[0]
             except RequestFailed as error:
                 if attempt == _PROBE_ATTEMPTS:
                     raise RequestFailed(f"engine {engine} answered none of {attempt} probes; last: {error}") from error
-            time.sleep(_PROBE_PAUSE_S)
+            time.sleep(min(_PROBE_PAUSE_S, 0.1 * share))
         raise AssertionError("unreachable")
 
     def _call(

@@ -83,13 +83,13 @@ def check_refused(call: Callable[[Path], object], match: str, root: Path) -> Non
     """With a target that exists, and with one that does not."""
     kept = root / "kept"
     kept.mkdir()
-    (kept / "file").write_text("as it was")
+    (kept / "config.json").write_text("as it was")  # an earlier result, which success would replace
     before = sorted(p.name for p in root.iterdir())
     for target in (kept, root / "new"):
         with pytest.raises(ModelError, match=match):
             call(target)
     assert sorted(p.name for p in root.iterdir()) == before  # no folder half-written, here or beside it
-    assert [(p.name, p.read_text()) for p in kept.iterdir()] == [("file", "as it was")]
+    assert [(p.name, p.read_text()) for p in kept.iterdir()] == [("config.json", "as it was")]
 
 
 @pytest.mark.parametrize("damage", HF_DAMAGE)
@@ -122,3 +122,56 @@ def test_the_tools_print_one_line_and_end_with_1(
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_neither_conversion_replaces_what_it_reads_or_a_folder_of_other_things(
+    pristine: tuple[Path, Path], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(pristine[0], run / "model")
+    shutil.copytree(pristine[1], run / "megatron")
+    (run / "notes.txt").write_text("mine")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "letter.txt").write_text("mine")
+    link = tmp_path / "link"
+    link.symlink_to(run)
+    before = snapshot(tmp_path)
+    for convert, source in ((convert_hf_to_megatron, run / "model"), (convert_megatron_to_hf, run / "megatron")):
+        for out in (source, run, link):
+            with pytest.raises(ModelError, match=r"would be replaced, and .*, which is read, with it; choose another"):
+                convert(source, out)
+        with pytest.raises(ModelError, match="other exists and holds neither a model nor a checkpoint"):
+            convert(source, other)
+        with pytest.raises(ModelError, match=r"notes\.txt is a file; choose a folder"):
+            convert(source, run / "notes.txt")
+    assert snapshot(tmp_path) == before
+
+
+def test_a_link_to_an_earlier_result_stays_and_leads_to_the_new_one(
+    pristine: tuple[Path, Path], tmp_path: Path
+) -> None:
+    convert_megatron_to_hf(pristine[1], tmp_path / "real")
+    (tmp_path / "real" / "model.safetensors").write_bytes(b"old")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    convert_megatron_to_hf(pristine[1], tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "real"]
+    assert (
+        load_file(tmp_path / "real" / "model.safetensors").keys() == load_file(pristine[0] / "model.safetensors").keys()
+    )
+
+
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
+def test_a_dtype_that_weights_are_not_trained_in_is_named(
+    pristine: tuple[Path, Path], tmp_path: Path, dtype: str
+) -> None:
+    shutil.copytree(pristine[1], tmp_path / "megatron")
+    set_config(tmp_path / "megatron" / "hf", dtype=dtype)
+    with pytest.raises(ModelError, match=rf"config\.json: dtype is '{dtype}'; write one of float32, bfloat16, float16"):
+        convert_megatron_to_hf(tmp_path / "megatron", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

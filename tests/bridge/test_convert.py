@@ -156,13 +156,13 @@ def test_a_disk_that_takes_no_more_names_file_and_tensor_and_leaves_the_target_a
     checkpoint = convert_hf_to_megatron(models["moe"], tmp_path / "checkpoint")
     for name in ("hf", "megatron"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "kept").write_text("as it was")
+        (tmp_path / name / "config.json").write_text("as it was")  # an earlier result
     with pytest.raises(ModelError, match=r"model\.safetensors: tensor 'model\..*' cannot be written"):
         with_file_limit(500_000, lambda: convert_megatron_to_hf(checkpoint, tmp_path / "hf"))
     with pytest.raises(ModelError, match=r"tensor 'model\..*' cannot be written"):
         with_file_limit(500_000, lambda: convert_hf_to_megatron(models["moe"], tmp_path / "megatron"))
     for name in ("hf", "megatron"):
-        assert [file.name for file in (tmp_path / name).iterdir()] == ["kept"]
+        assert [file.name for file in (tmp_path / name).iterdir()] == ["config.json"]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["checkpoint", "hf", "megatron"]
 
 
