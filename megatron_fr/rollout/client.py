@@ -100,8 +100,9 @@ class EngineClient:
 
         Args:
             routes_from: ask for routes, from this row on; None does not ask.
-            fresh: read nothing from the prefix cache, and take the engine's version labels as they are.
-            reuse_prefix: off: read nothing from the prefix cache.
+            fresh: nothing is read from the prefix cache, and the engine's version labels are taken as they are.
+            reuse_prefix: off, nothing is read from the prefix cache, but labels are corrected as ever: for a request
+                that goes on after it was aborted.
 
         Raises:
             EngineError: the engine cannot be reached, refused the request, or answered something unusable.
