@@ -43,7 +43,7 @@ def test_a_port_in_use_is_named(policy: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_engine_that_dies_at_start_shows_its_last_words(policy: Path, tmp_path: Path) -> None:
-    command = arguments(policy, tmp_path / "run", "rollout.engine_args={no-such-option: 1}")
+    command = arguments(policy, tmp_path / "run", "rollout.engines=1", "rollout.engine_args={no-such-option: 1}")
     message = error_of(command, tmp_path / "log")
     assert "engine 0" in message
     assert "exit code 2" in message
