@@ -204,7 +204,7 @@ def test_updates_go_on_with_rollouts_and_no_trajectory_is_older_than_the_bound(s
 
 def test_a_probe_is_fresh_and_carries_the_engines_version(service: Service) -> None:
     engine = service.client.status()["engines"][0]
-    trajectory = service.client.probe(engine, max_tokens=12)
+    trajectory = service.client.probe(engine, max_tokens=12, timeout_s=60)
     assert trajectory.num_action_tokens == 12
     assert set(trajectory.versions[trajectory.action_mask]) == {service.version}
     tokens = trajectory.tokens.tolist()
