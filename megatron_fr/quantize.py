@@ -124,7 +124,7 @@ def quantize_hf(hf_dir: str | Path, out_dir: str | Path, calibration: Sequence[t
     for pattern in _LEFT_OUT:
         config["quant_cfg"].append({"quantizer_name": pattern, "enable": False})
     model = mtq.quantize(model, config, forward)
-    with atomic_folder(out_dir) as work:
+    with atomic_folder(out_dir, source) as work:
         export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=work)
         written = {file.name: file.read_bytes() for file in work.glob("*.json")}
         copy_other_files(source, work)

@@ -99,7 +99,8 @@ def check_what_the_folder_computes(model: Path, out: Path, sequences: list[torch
 def test_a_folder_that_cannot_be_read_back_replaces_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, out = make_untrained(tmp_path / "model", family="qwen3"), tmp_path / "fp8"
     out.mkdir()
-    (out / "good").write_text("of an earlier export")
+    for name in ("config.json", "good"):
+        (out / name).write_text("of an earlier export")
 
     def damaged(folder: Path) -> Any:
         (file,) = folder.glob("*.safetensors")
@@ -112,7 +113,11 @@ def test_a_folder_that_cannot_be_read_back_replaces_none(tmp_path: Path, monkeyp
     with pytest.raises(ModelError, match="has no scale"):
         quantize.quantize_hf(model, out, [torch.arange(48)[None]])
     assert [file.name for file in tmp_path.iterdir() if file != model] == ["fp8"]
-    assert [file.name for file in out.iterdir()] == ["good"]
+    assert sorted(file.name for file in out.iterdir()) == ["config.json", "good"]
+    before = {file.name: file.read_bytes() for file in model.iterdir()}
+    with pytest.raises(ModelError, match="would be replaced, and .*, which is read, with it"):
+        quantize.quantize_hf(model, model, [torch.arange(48)[None]])
+    assert {file.name: file.read_bytes() for file in model.iterdir()} == before
 
 
 @pytest.mark.parametrize(
