@@ -115,7 +115,7 @@ def test_a_folder_that_cannot_be_read_back_replaces_none(tmp_path: Path, monkeyp
     assert [file.name for file in tmp_path.iterdir() if file != model] == ["fp8"]
     assert sorted(file.name for file in out.iterdir()) == ["config.json", "good"]
     before = {file.name: file.read_bytes() for file in model.iterdir()}
-    with pytest.raises(ModelError, match="would be replaced, and .*, which is read, with it"):
+    with pytest.raises(ModelError, match=r"would be replaced, and .*, which is read, with it"):
         quantize.quantize_hf(model, model, [torch.arange(48)[None]])
     assert {file.name: file.read_bytes() for file in model.iterdir()} == before
 
