@@ -72,8 +72,10 @@ class PayloadFinder:
         Raises:
             RuntimeError and others of torch's: the file is damaged.
         """
-        if _is_framed(stored, length, frame(shape, dtype), torch.Size(shape).numel() * dtype.itemsize):
-            return len(frame(shape, dtype)[0])
+        before, after = frame(shape, dtype)
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        if length == len(before) + nbytes + len(after) and _is_framed(stored, length, before, after):
+            return len(before)
         stored.seek(0)
         reader = torch._C.PyTorchFileReader(stored)
         key = (reader.get_record("data.pkl"), shape, dtype)
@@ -90,10 +92,7 @@ class PayloadFinder:
         return reader.get_record_offset("data/0") if self._plain[key] else None
 
 
-def _is_framed(stored: Any, length: int, around: tuple[bytes, bytes], nbytes: int) -> bool:
-    before, after = around
-    if length != len(before) + nbytes + len(after):
-        return False
+def _is_framed(stored: Any, length: int, before: bytes, after: bytes) -> bool:
     stored.seek(0)
     if stored.read(len(before)) != before:
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -10,8 +11,8 @@ from pathlib import Path
 from megatron_fr.errors import ModelError
 
 _BUFFER = 1 << 18  # stays in a core's own cache: copying costs what the kernel's file copy does, with 1 MiB half more
-#: The kernel reads or writes at most 2 GiB at a time.
-MAX_TRANSFER = 1 << 30
+# The kernel reads or writes at most 2 GiB at a time.
+_MAX_TRANSFER = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,23 @@ class Extent:
         position = self.offset
         while buffer:
             try:
-                count = os.preadv(self.descriptor, [buffer[:MAX_TRANSFER]], position)
+                count = os.preadv(self.descriptor, [buffer[:_MAX_TRANSFER]], position)
             except OSError as error:
                 raise ModelError(f"{self.path}: tensor {self.tensor!r} cannot be read ({error.strerror})") from error
             if count == 0:
                 raise ModelError(f"{self.path}: tensor {self.tensor!r} ends early; the file was cut while it was read")
             buffer, position = buffer[count:], position + count
+
+
+def write_all(file: io.FileIO, data: bytes | memoryview) -> None:
+    """Write every byte to an unbuffered file.
+
+    Raises:
+        OSError: the disk is full, or the file cannot be written.
+    """
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest[:_MAX_TRANSFER]) :]
 
 
 class Copier:

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import torch
 
-from megatron_fr.bridge.extents import MAX_TRANSFER, Copier, Extent
+from megatron_fr.bridge.extents import Copier, Extent, write_all
 from megatron_fr.errors import ModelError
 
 _DTYPES = {
@@ -209,9 +209,7 @@ class TensorFileWriter:
 
     def _write(self, what: str, data: bytes | memoryview) -> None:
         try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[self._file.write(rest[:MAX_TRANSFER]) :]
+            write_all(self._file, data)
         except OSError as error:
             self._file.close()
             raise ModelError(f"{self.path}: {what} cannot be written: {error.strerror}") from error

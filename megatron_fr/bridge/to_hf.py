@@ -39,8 +39,8 @@ def convert_megatron_to_hf(
 ) -> Path:
     """Write the weights of a checkpoint, and the other files of the model it came from, as ``out_dir``.
 
-    A training checkpoint's optimizer state is left out. Bytes are copied from file to file; a
-    parameter that must be cast, or was stored in columns, is in memory, one at a time in each process.
+    A training checkpoint's optimizer state is left out. Bytes are copied from file to file; a parameter that must be
+    cast, or was stored in columns, is in memory, one at a time in each process.
 
     Args:
         hf_dir: folder or hub name with configuration and tokenizer; None: the ``hf`` folder in or above the checkpoint.

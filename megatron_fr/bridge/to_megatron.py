@@ -20,7 +20,7 @@ from megatron_fr.bridge.archive import frame
 from megatron_fr.bridge.atomic import atomic_folder
 from megatron_fr.bridge.checkpoint_keys import Location, written_at
 from megatron_fr.bridge.dims import Dims
-from megatron_fr.bridge.extents import MAX_TRANSFER, Copier
+from megatron_fr.bridge.extents import Copier, write_all
 from megatron_fr.bridge.folder import WeightFiles, copy_other_files, read_hf_config, resolve_folder
 from megatron_fr.bridge.load import check_files
 from megatron_fr.bridge.registry import Entry, entries, is_tied
@@ -124,9 +124,7 @@ def _write_file(
                 start = file.tell()
                 names = source.names(item)
                 for data in source.data(item, start):
-                    rest = memoryview(data)
-                    while rest:
-                        rest = rest[file.write(rest[:MAX_TRANSFER]) :]
+                    write_all(file, data)
                 length = file.tell() - start
                 results.append(WriteResult(item.index, length, _StorageInfo(path.name, start, length)))
                 if progress is not None and item.tensor_data is not None:
