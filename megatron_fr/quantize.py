@@ -90,7 +90,6 @@ def _read_line(place: str, line: str, folder: str | Path, vocabulary: int) -> li
     raise ModelError(f"{place}: neither 'tokens' (ids) nor 'prompt' (text); give one of them")
 
 
-@torch.no_grad()
 def quantize_hf(hf_dir: str | Path, out_dir: str | Path, calibration: Sequence[torch.Tensor]) -> dict[str, float]:
     """Write ``out_dir`` with FP8 weights and scales, load it again from the disk, and compare its log-probabilities
     with those of ``hf_dir`` in bfloat16. What was in ``out_dir`` before is replaced once all of that has worked.
@@ -105,13 +104,19 @@ def quantize_hf(hf_dir: str | Path, out_dir: str | Path, calibration: Sequence[t
     Raises:
         ModelError: the model cannot be loaded, or the written folder cannot be read back.
     """
+    source = resolve_folder(hf_dir)
+    read_hf_config(source)
+    with atomic_folder(out_dir, source) as work:  # first: a target that is refused costs no calibration
+        return _quantize_into(work, source, calibration)
+
+
+@torch.no_grad()
+def _quantize_into(work: Path, source: Path, calibration: Sequence[torch.Tensor]) -> dict[str, float]:
     prepare_process(resolve_device("auto"))  # ModelOpt imports Megatron-Core
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
     from transformers import AutoModelForCausalLM
 
-    source = resolve_folder(hf_dir)
-    read_hf_config(source)
     held_out = list(calibration[1::2]) or list(calibration)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, experts_implementation=_EXPERTS).eval()
     before = [_logprobs(model, ids) for ids in held_out]
@@ -124,17 +129,16 @@ def quantize_hf(hf_dir: str | Path, out_dir: str | Path, calibration: Sequence[t
     for pattern in _LEFT_OUT:
         config["quant_cfg"].append({"quantizer_name": pattern, "enable": False})
     model = mtq.quantize(model, config, forward)
-    with atomic_folder(out_dir, source) as work:
-        export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=work)
-        written = {file.name: file.read_bytes() for file in work.glob("*.json")}
-        copy_other_files(source, work)
-        for name, data in written.items():  # the exporter's configuration describes the quantisation
-            if name.endswith("config.json") and name != "generation_config.json":
-                (work / name).write_bytes(data)
-        del model
-        again = load_quantized(work)
-        after = [_logprobs(again, ids) for ids in held_out]
-        difference = torch.cat([(b - a).abs() for b, a in zip(before, after, strict=True)])
+    export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=work)
+    written = {file.name: file.read_bytes() for file in work.glob("*.json")}
+    copy_other_files(source, work)
+    for name, data in written.items():  # the exporter's configuration describes the quantisation
+        if name.endswith("config.json") and name != "generation_config.json":
+            (work / name).write_bytes(data)
+    del model
+    again = load_quantized(work)
+    after = [_logprobs(again, ids) for ids in held_out]
+    difference = torch.cat([(b - a).abs() for b, a in zip(before, after, strict=True)])
     return {"mean": float(difference.mean()), "max": float(difference.max()), "tokens": float(len(difference))}
 
 

@@ -67,20 +67,17 @@ class RunConfig(Section):
                 f"sync.probe_tokens={self.sync.probe_tokens} leaves no room for a prompt in "
                 f"rollout.max_context={self.rollout.max_context}; lower the first or raise the second"
             )
-        evaluated = self.data.eval is not None and self.evaluation.every > 0
-        if self.checkpoint.keep_best and not (evaluated and self.checkpoint.every):
+        keep, saved, scored = self.checkpoint.keep_best, self.checkpoint.every, self.evaluation.every
+        if keep and (self.data.eval is None or not saved or not scored):
             raise ValueError(
-                f"checkpoint.keep_best={self.checkpoint.keep_best} needs updates that are both evaluated and saved; "
+                f"checkpoint.keep_best={keep} needs updates that are both evaluated and saved; "
                 "set data.eval, evaluation.every and checkpoint.every"
             )
-        if self.checkpoint.keep_best:
-            saved, scored = self.checkpoint.every, self.evaluation.every
-            if saved % scored and scored % saved:
-                raise ValueError(
-                    f"checkpoint.keep_best={self.checkpoint.keep_best} with checkpoint.every={saved} and "
-                    f"evaluation.every={scored} evaluates few of the updates that it saves; "
-                    "make one of the two a multiple of the other"
-                )
+        if keep and saved % scored and scored % saved:
+            raise ValueError(
+                f"checkpoint.keep_best={keep} with checkpoint.every={saved} and evaluation.every={scored} evaluates "
+                "few of the updates that it saves; make one of the two a multiple of the other"
+            )
         return self
 
     @property
