@@ -64,6 +64,14 @@ def resolve_device(setting: Literal["auto", "cpu", "cuda"]) -> Device:
     return Device("cuda", torch.device("cuda", local_rank))
 
 
+def hide_gpu_packages() -> None:
+    """Make optional packages of GPU kernels look as if they were not installed, in a process without a GPU."""
+    # Without a CUDA driver flash_mla raises OSError where Megatron-Core expects ImportError; None makes it the latter.
+    sys.modules.setdefault("flash_mla", None)  # type: ignore[arg-type]
+    # Megatron-Core and SGLang import it where they find it, which takes longer than importing torch.
+    sys.modules.setdefault("flashinfer", None)  # type: ignore[arg-type]
+
+
 def prepare_process(device: Device) -> None:
     """Do what must happen before the first ``import megatron.core``; safe to call twice.
 
@@ -75,8 +83,7 @@ def prepare_process(device: Device) -> None:
         return
     if torch.cuda.is_available():
         raise ConfigError("device='cpu' on a machine with GPUs: hide them, start with CUDA_VISIBLE_DEVICES='' (empty)")
-    # Without a CUDA driver flash_mla raises OSError where Megatron-Core expects ImportError; None makes it the latter.
-    sys.modules.setdefault("flash_mla", None)  # type: ignore[arg-type]
+    hide_gpu_packages()
     # Megatron-Core wraps small functions in torch.compile; on a CPU the compile time is all one gets.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if "torch._dynamo.config" in sys.modules:  # imported earlier, so the variable comes too late

@@ -3,60 +3,88 @@
 A test calls ``run_ranks(function, world_size, **kwargs)`` with a module-level function of any test file. The function
 runs with torchrun's variables set; its return value comes back through ``torch.save``. All ranks are ended when one
 fails or the time is up, and the failing rank's output becomes the test's error.
+
+The ranks are forked from one process that imported the trainer (``rank_preload``): its imports take longer than most
+of what the ranks do.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from megatron_fr.ports import lease_free_port
 
-ROOT = Path(__file__).resolve().parents[1]
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["rank_preload"])
+
+
+def fork_process(main: Callable[..., None], log: Path, environ: dict[str, str], *args: Any) -> BaseProcess:
+    """Start ``main(*args)`` in a session of its own, forked from the process that imported the trainer.
+
+    Args:
+        main: a module-level function of a file on ``pythonpath``.
+        log: where its output goes.
+        environ: added to the environment that ``rank_preload`` found.
+    """
+    process = _FORKS.Process(target=_begin, args=(main, str(log), environ, args))
+    process.start()
+    return process
+
+
+def _begin(main: Callable[..., None], log: str, environ: dict[str, str], args: Sequence[Any]) -> None:
+    os.setsid()
+    os.environ |= environ
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    warnings.simplefilter("ignore")
+    main(*args)
+
+
+def end_process(process: BaseProcess) -> None:
+    """Kill it and what it started, if it still runs."""
+    if process.is_alive() and process.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.join()
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *, timeout_s: float = 240, **kwargs: Any) -> list[Any]:
     """Call ``function(**kwargs)`` on ``world_size`` CPU ranks and return their answers in rank order."""
-    # Ranks import for a long time before they bind it: a port that was only free is another test's by then.
+    # A port that was only free when it was looked for can be another test's by the time that the ranks bind it.
     with tempfile.TemporaryDirectory() as name, lease_free_port("127.0.0.1") as lease:
         folder = Path(name)
         (folder / "call").write_bytes(
             pickle.dumps((sys.modules[function.__module__].__file__, function.__qualname__, pickle.dumps(kwargs)))
         )
-        ranks: list[subprocess.Popen[bytes]] = []
+        ranks: list[BaseProcess] = []
         try:
             for rank in range(world_size):
-                environ = os.environ | {
+                environ = {
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
                     "WORLD_SIZE": str(world_size),
                     "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": str(lease.port),
-                    "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-                    "OMP_NUM_THREADS": "1",
-                    "CUDA_VISIBLE_DEVICES": "",
-                    "PYTHONWARNINGS": "ignore",
                 }
-                command = [sys.executable, str(Path(__file__).resolve()), str(folder)]
-                with (folder / f"log{rank}").open("wb") as log:
-                    ranks.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True))
+                ranks.append(fork_process(_answer, folder / f"log{rank}", environ, folder))
             _wait(ranks, folder, timeout_s)
         finally:
             for process in ranks:
-                if process.poll() is None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                end_process(process)
         import torch
 
         return [torch.load(folder / f"answer{rank}", weights_only=False) for rank in range(world_size)]
@@ -82,15 +110,15 @@ def initialize_layout(folder: Path, layout: dict[str, int]) -> tuple[Any, Any]:
     return config, device
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], folder: Path, timeout_s: float) -> None:
+def _wait(ranks: list[BaseProcess], folder: Path, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
-    while any(process.poll() is None for process in ranks):
+    while any(process.exitcode is None for process in ranks):
         if time.monotonic() > deadline:
             raise AssertionError(f"ranks still running after {timeout_s} s\n" + _logs(folder, range(len(ranks))))
-        if any(process.poll() for process in ranks):
+        if any(process.exitcode for process in ranks):
             break
         time.sleep(0.05)
-    if failed := [rank for rank, process in enumerate(ranks) if process.poll()]:
+    if failed := [rank for rank, process in enumerate(ranks) if process.exitcode]:
         raise AssertionError(f"ranks {failed} failed\n" + _logs(folder, failed))
 
 
@@ -98,7 +126,7 @@ def _logs(folder: Path, ranks: Any) -> str:
     return "\n".join(f"--- rank {r} ---\n{(folder / f'log{r}').read_text(errors='replace')[-6000:]}" for r in ranks)
 
 
-def _main(folder: Path) -> None:
+def _answer(folder: Path) -> None:
     path, qualname, kwargs = pickle.loads((folder / "call").read_bytes())
     sys.path.insert(0, str(Path(path).parent))
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
@@ -114,7 +142,3 @@ def _main(folder: Path) -> None:
     answer = getattr(module, qualname)(**pickle.loads(kwargs))
     rank = os.environ["RANK"]
     torch.save(answer, folder / f"answer{rank}")
-
-
-if __name__ == "__main__":
-    _main(Path(sys.argv[1]))

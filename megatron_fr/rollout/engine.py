@@ -125,6 +125,7 @@ def environment(spec: EngineSpec) -> dict[str, str]:
     if spec.device == "cpu":
         env["CUDA_VISIBLE_DEVICES"] = ""
         env["SGLANG_PLATFORM"] = PLATFORM_NAME
+        env["TORCHDYNAMO_DISABLE"] = "1"  # as in the trainer: compiling for a CPU costs more than it saves
     return env
 
 

@@ -9,6 +9,8 @@ import multiprocessing
 import os
 from typing import TYPE_CHECKING, Any
 
+from megatron_fr.device import hide_gpu_packages
+
 if TYPE_CHECKING:
     import torch
 
@@ -18,7 +20,10 @@ PLATFORM_NAME = "megatron_fr_cpu"
 
 def platform() -> str | None:
     """The dotted name of the platform class, or None where the plugin must not be used."""
-    return f"{__name__}.CpuPlatform" if _selected() else None
+    if not _selected():
+        return None
+    hide_gpu_packages()  # SGLang asks for its platform before it imports any of them
+    return f"{__name__}.CpuPlatform"
 
 
 def register_hooks() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
+from parallel_launch import end_process, fork_process
 from recorded import PROMPTS, VOCAB, Server
 
 from megatron_fr.checkpoints import ROLLOUT_FILE, all_checkpoints, newest_usable
@@ -29,6 +31,12 @@ pytestmark = pytest.mark.slow
 
 #: Metrics that follow from the prompts used, the weights, Adam's moments and the schedule; not from the clock.
 SAME = ("train/loss", "train/grad_norm", "train/lr", "policy/kl_mean", "policy/entropy", "reward/mean", "lag/mean")
+
+
+def trainer_process(arguments: list[str]) -> None:
+    """What ``python -m megatron_fr.trainer`` does, where its modules are imported already."""
+    sys.argv = ["trainer", *arguments]
+    runpy.run_module("megatron_fr.trainer", run_name="__main__")
 
 
 class Run:
@@ -51,36 +59,33 @@ class Run:
             "checkpoint": {"every": 2, "keep_last": 3},
         }
         folder.mkdir(parents=True, exist_ok=True)
+        self.log = folder / "log"
         self.file = folder / "run.yaml"
         self.file.write_text(yaml.safe_dump(values))
         self.config: RunConfig = load_config(self.file)
 
     def train(self, kill_when: Callable[[str, str, int], bool] | None = None, *overrides: str) -> tuple[int, str]:
         """Run the trainer to its end; ``kill_when`` sees every request to the service and may end it with SIGKILL."""
-        trainer: list[subprocess.Popen[str]] = []
+        trainer: list[BaseProcess] = []
 
         def watch(method: str, path: str, committed: int) -> None:
             if kill_when is not None and kill_when(method, path, committed):
-                os.kill(trainer[0].pid, signal.SIGKILL)
+                trainer[0].kill()
 
         folder = newest_usable(self.output)
         restored = read_state(folder / ROLLOUT_FILE) if folder is not None else None
         with Server(self.config, restored, watch) as server:
-            command = [sys.executable, "-m", "megatron_fr.trainer", "--config", str(self.file), "--service", server.url]
-            process = subprocess.Popen(
-                [*command, "--resume", "auto", *overrides],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
-            trainer.append(process)
+            arguments = ["--config", str(self.file), "--service", server.url, "--resume", "auto", *overrides]
+            self.log.unlink(missing_ok=True)
+            trainer.append(fork_process(trainer_process, self.log, {}, arguments))
             try:
-                text, _ = process.communicate(timeout=200)
+                trainer[0].join(timeout=200)
             finally:
-                process.kill()
+                end_process(trainer[0])
             self.used |= server.used
-        return process.returncode, text
+        code = trainer[0].exitcode
+        assert code is not None
+        return code, self.log.read_text()
 
     def rows(self) -> list[dict[str, Any]]:
         """The deterministic metrics, one row an update."""

@@ -1,0 +1,12 @@
+"""What the process has loaded from which the tests' ranks are forked (``parallel_launch``)."""
+
+import importlib
+import os
+
+os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+
+from megatron_fr.device import prepare_process, resolve_device
+
+prepare_process(resolve_device("cpu"))
+for name in ("megatron_fr.trainer.loop", "transformers"):
+    importlib.import_module(name)
