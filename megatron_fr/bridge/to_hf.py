@@ -6,6 +6,7 @@ import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -59,20 +60,21 @@ def convert_megatron_to_hf(
     _locate_all(files, hf_config)
     dtype = stated_dtype(source) or files.tensors["embedding.word_embeddings.weight"].properties.dtype
     plan = plan_files(hf_tensor_specs(hf_config, dtype), shard_bytes)
-    files.close()
-    with atomic_folder(out_dir, checkpoint, source) as work:
-        jobs = [(checkpoint, source, work / name, members) for name, members in plan.items()]
+    with atomic_folder(out_dir, checkpoint, source) as work, closing(files):
+        jobs = [(work / name, members) for name, members in plan.items()]
         if processes <= 1 or len(jobs) == 1:
             for job in jobs:
-                write_file(*job, progress)
+                _write_file(files, hf_config, *job, progress)
         else:
             context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(min(processes, len(jobs)), mp_context=context) as pool:
-                running = {pool.submit(write_file, *job): job for job in jobs}
+            with ProcessPoolExecutor(
+                min(processes, len(jobs)), context, initializer=_open_source, initargs=(checkpoint, source)
+            ) as pool:
+                running = {pool.submit(_write_in_pool, *job): job for job in jobs}
                 for future in as_completed(running):
-                    _result(future, running[future][2])
+                    path, members = running[future]
+                    _result(future, path)
                     if progress is not None:
-                        _, _, path, members = running[future]
                         progress(path.name, sum(spec.num_bytes for spec in members))
         write_index(work, plan)
         copy_other_files(source, work)
@@ -88,22 +90,34 @@ def _result(future: Future[None], path: Path) -> None:
         raise ModelError(f"{path}: the process writing it was killed, for want of memory?; use fewer") from error
 
 
-def write_file(
-    checkpoint: Path, source: Path, path: Path, members: list[TensorSpec], progress: Progress | None = None
+#: In a process of the pool: what it reads from. Opening a checkpoint takes seconds where it has many pieces.
+_source: tuple[CheckpointFiles, Any] | None = None
+
+
+def _open_source(checkpoint: Path, source: Path) -> None:
+    global _source
+    _source = CheckpointFiles(checkpoint), read_hf_config(source)
+
+
+def _write_in_pool(path: Path, members: list[TensorSpec]) -> None:
+    assert _source is not None
+    _write_file(*_source, path, members)
+
+
+def _write_file(
+    files: CheckpointFiles, hf_config: Any, path: Path, members: list[TensorSpec], progress: Progress | None = None
 ) -> None:
     """Write one safetensors file; ``members`` are consecutive tensors of the model.
 
     Raises:
         ModelError: names the file and the tensor.
     """
-    hf_config = read_hf_config(source)
-    files, wanted = CheckpointFiles(checkpoint), {spec.name: spec for spec in members}
+    wanted = {spec.name: spec for spec in members}
     dims = Dims.from_hf(hf_config)
     with TensorFileWriter(path, members) as writer:
         for entry in entries(hf_config):
             if not wanted.keys().isdisjoint(entry.hf):
                 _write_entry(writer, files, entry, dims, wanted, progress)
-    files.close()
 
 
 def _write_entry(
