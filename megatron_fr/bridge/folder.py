@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from megatron_fr.bridge.tensor_file import TensorFile, TensorSlice, TensorSpec
 from megatron_fr.errors import ModelError
+from megatron_fr.inputs import check_model_path
 
 #: Configuration, generation configuration, tokenizer and chat template; not weights, and not their index.
 _COPIED_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
@@ -26,11 +26,9 @@ def resolve_folder(path: str | Path) -> Path:
     Raises:
         ModelError: there is no such folder, or the hub does not have or give it.
     """
-    folder = Path(path)
-    if folder.is_dir():
+    check_model_path(path)
+    if (folder := Path(path)).is_dir():
         return folder
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) is None or str(path).startswith("."):
-        raise ModelError(f"model.path={str(path)!r} is not a folder; give a Hugging Face folder or a hub name")
     from huggingface_hub import snapshot_download
 
     try:

@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron_fr.agents.contract import Prompt
 from megatron_fr.errors import ConfigError
+from megatron_fr.inputs import PROMPT_FORMATS, check_prompt_source
 
-_FORMATS = (".jsonl", ".parquet")
 _ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -29,12 +29,9 @@ def load_prompts(source: str | Path, split: str = "train") -> list[Prompt]:
     Raises:
         ConfigError: the source does not exist or a record is malformed; names the file, the line and the field.
     """
+    check_prompt_source(source)
     path = Path(source)
-    if path.suffix in _FORMATS or path.is_file():
-        if not path.is_file():
-            raise ConfigError(f"prompts {str(path)!r}: there is no such file; give one that ends in .jsonl or .parquet")
-        if path.suffix not in _FORMATS:
-            raise ConfigError(f"prompts {str(path)!r}: unknown format {path.suffix!r}; give {' or '.join(_FORMATS)}")
+    if path.suffix in PROMPT_FORMATS:
         records: Iterable[_Record] = _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
     else:
         records = _read_dataset(str(source), split)

@@ -9,8 +9,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, SupportsFloat
 
-from torch.utils.tensorboard import SummaryWriter
-
 from megatron_fr.errors import MegatronFRError
 
 METRICS_FILE = "metrics.jsonl"
@@ -43,6 +41,8 @@ class MetricsWriter:
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             raise _unwritable(self.path, error) from error
+        from torch.utils.tensorboard import SummaryWriter  # imports torch, for which readers need not wait
+
         self._board = SummaryWriter(str(folder / TENSORBOARD_FOLDER))
 
     def write(self, metrics: Mapping[str, SupportsFloat]) -> Row:

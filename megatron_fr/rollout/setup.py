@@ -10,6 +10,7 @@ from megatron_fr.bridge.dims import Dims
 from megatron_fr.config import RunConfig
 from megatron_fr.device import Device
 from megatron_fr.errors import ConfigError, ModelError
+from megatron_fr.inputs import check_model_path
 from megatron_fr.rollout.engine import EngineSpec
 from megatron_fr.trajectory import ModelLimits
 
@@ -24,6 +25,7 @@ def load_hf_config(path: str) -> Any:
     Raises:
         ModelError: there is none.
     """
+    check_model_path(path)
     from transformers import AutoConfig
 
     try:

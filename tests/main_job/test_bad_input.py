@@ -29,6 +29,14 @@ def test_a_missing_model_folder_is_named(policy: Path, tmp_path: Path) -> None:
     message = error_of(command, tmp_path / "log")
     assert "model.path" in message
     assert "nowhere" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_prompts_are_named(policy: Path, tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere.jsonl"
+    message = error_of(arguments(policy, tmp_path / "run", f"data.eval={nowhere}"), tmp_path / "log")
+    assert f"{str(nowhere)!r}: there is no such file" in message
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_port_in_use_is_named(policy: Path, tmp_path: Path) -> None:
