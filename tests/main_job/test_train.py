@@ -33,8 +33,8 @@ def command(policy: Path, output: Path, *overrides: str) -> list[str]:
     ("name", "overrides"),
     [
         ("tp2", ["parallel.world_size=2", "parallel.tensor=2"]),
-        ("ep2", ["parallel.world_size=2", "parallel.expert=2"]),
-        ("grpo", ["algorithm=grpo", "algorithm.group_size=4"]),
+        ("ep2", ["parallel.world_size=2", "parallel.expert=2", "rollout.engines=1"]),
+        ("grpo", ["algorithm=grpo", "algorithm.group_size=4", "rollout.engines=1"]),
     ],
 )
 def test_a_run_trains_syncs_and_leaves_what_it_promises(
@@ -115,7 +115,8 @@ def test_an_engine_killed_mid_run_ends_it_with_the_reason_and_keeps_the_weights(
 
 @pytest.mark.slow
 def test_a_reward_function_that_raises_ends_the_run_with_its_name_and_its_error(policy: Path, tmp_path: Path) -> None:
-    broken = command(policy, tmp_path / "run", "reward.function=varied_reward:broken", "train.num_updates=3")
+    overrides = ("reward.function=varied_reward:broken", "train.num_updates=3", "rollout.engines=1")
+    broken = command(policy, tmp_path / "run", *overrides)
     status, text = finish(broken, tmp_path / "log")
     assert status == 1
     assert "reward.function='varied_reward:broken'" in text
