@@ -10,7 +10,10 @@ export OMP_NUM_THREADS=1
 echo "ruff check" && "$python" -m ruff check .
 echo "ruff format" && "$python" -m ruff format --check .
 echo "mypy" && "$python" -m mypy
+# Most tests wait half of the time, for a server that starts or for each other; see tests/conftest.py for what stays
+# together. MEGATRON_FR_TEST_PROCESSES=0 runs all in one process, in order (for a debugger, or to see output at once).
+processes=${MEGATRON_FR_TEST_PROCESSES:-2}
 echo "pytest"
 status=0
-"$python" -m pytest --durations=15 "$@" || status=$?
+"$python" -m pytest -n "$processes" --dist loadgroup --no-loadscope-reorder --durations=15 "$@" || status=$?
 exit "$status"

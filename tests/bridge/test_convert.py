@@ -12,6 +12,7 @@ import pytest
 import torch
 from parallel_launch import initialize_layout, run_ranks
 from safetensors.torch import load_file
+from small_disk import SmallDisk
 
 from megatron_fr.bridge.archive import PayloadFinder, frame
 from megatron_fr.bridge.inspect import inspect_folder
@@ -164,6 +165,24 @@ def test_a_disk_that_takes_no_more_names_file_and_tensor_and_leaves_the_target_a
     for name in ("hf", "megatron"):
         assert [file.name for file in (tmp_path / name).iterdir()] == ["config.json"]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["checkpoint", "hf", "megatron"]
+
+
+def test_a_full_disk_names_file_and_tensor_and_leaves_the_target_as_it_was(
+    models: dict[str, Path], small_disk: SmallDisk
+) -> None:
+    disk = small_disk.folder
+    checkpoint = convert_hf_to_megatron(models["moe"], disk / "megatron")
+    folder = convert_megatron_to_hf(checkpoint, disk / "hf")
+    before = {file: file.read_bytes() for file in (*checkpoint.rglob("*"), *folder.iterdir()) if file.is_file()}
+    small_disk.fill(but=500_000)
+    problem = r": tensor 'model\..*' cannot be written: No space left on device"
+    with pytest.raises(ModelError, match=r"disk/.*/model\.safetensors" + problem):
+        convert_megatron_to_hf(checkpoint, folder)
+    with pytest.raises(ModelError, match=r"disk/.*\.distcp" + problem):
+        convert_hf_to_megatron(models["moe"], checkpoint)
+    small_disk.empty()
+    assert {file: file.read_bytes() for file in disk.rglob("*") if file.is_file()} == before
+    convert_megatron_to_hf(checkpoint, folder, verify=True)
 
 
 def test_damaged_checkpoints_and_layouts_that_do_not_divide_are_refused(

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "trainer"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from model_ranks import run_config
 from silly_rename import silly_rename
+from small_disk import SmallDisk
 
 Job = tuple[str, dict[str, Any], str, str | None, str]  # model, layout, dtype, folder to load, folder to save
 
@@ -152,6 +153,28 @@ def failing_writes(model: str, output: str) -> dict[str, str]:
         errors["unwritable"] = str(error)
     _keep(config, policy)
     return errors
+
+
+def save_on_small_disk(model: str, disk: SmallDisk) -> str:
+    """Save, then again while the disk is full, and once more with room; the error of the second time. One rank."""
+    from megatron_fr.errors import CheckpointError
+    from megatron_fr.trainer.checkpoint import TrainingCheckpoints
+
+    policy = _policy(model, {}, "float32")
+    config = run_config(Path(model), {}).model_copy(update={"output": disk.folder / "run"})
+    saved = TrainingCheckpoints(config, policy, lambda: b"state")
+    error = "it was written"
+    for update in (1, 2, 3):
+        if update == 2:
+            disk.fill(but=1_000_000)
+        try:
+            saved.begin(update=update, version=update, score=None)
+            saved.finish()
+        except CheckpointError as failure:
+            assert update == 2
+            error = str(failure)
+            disk.empty()
+    return error
 
 
 def _keep(config: Any, policy: Any) -> None:

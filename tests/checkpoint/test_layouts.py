@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
-from layout_ranks import Job, failing_writes, pass_on, pass_on_and_save_run, whole_tensors
+from layout_ranks import Job, failing_writes, pass_on, pass_on_and_save_run, save_on_small_disk, whole_tensors
 from parallel_launch import run_ranks
 from silly_rename import silly_rename
+from small_disk import SmallDisk
 
 from megatron_fr.checkpoints import all_checkpoints, problem, read_record, remove_unfinished, work_folder
 from megatron_fr.errors import CheckpointError
@@ -143,6 +144,20 @@ def test_a_full_disk_is_one_error_and_earlier_and_later_checkpoints_are_whole(tm
     kept = [folder.name for folder in all_checkpoints(scored)]
     assert kept == ["update-000017", "update-000016", "update-000012", "update-000011"]
     assert [read_record(folder).score for folder in all_checkpoints(scored)] == [0.2, 0.9, 0.9, 0.1]
+
+
+def test_a_file_system_that_is_really_full_is_one_error_and_the_next_save_goes_on(
+    tmp_path: Path, small_disk: SmallDisk
+) -> None:
+    model = str(make_untrained(tmp_path / "moe", family="qwen3_moe"))
+    (error,) = run_ranks(save_on_small_disk, 1, model=model, disk=small_disk)
+    assert "training_state/update-000002 could not be written" in error
+    assert "No space left on device" in error
+    assert "Earlier checkpoints are untouched" in error
+    output = small_disk.folder / "run"
+    assert [folder.name for folder in all_checkpoints(output)] == ["update-000003", "update-000001"]
+    assert [problem(folder) for folder in all_checkpoints(output)] == [None, None]
+    assert len(list((output / "training_state").iterdir())) == 2
 
 
 HOLD = """

@@ -117,7 +117,7 @@ def test_limits_are_read_from_the_model(models: list[Path], tmp_path: Path) -> N
     assert (limits.max_context, limits.num_moe_layers, limits.top_k, limits.num_experts) == (77, 2, 2, 8)
     dense = setup.model_limits(setup.load_hf_config(str(make_untrained(tmp_path / "dense", dense=True))), 77)
     assert (dense.num_moe_layers, dense.top_k, dense.num_experts) == (0, 0, 0)
-    with pytest.raises(ModelError, match=r"model.path='.*nowhere' is no Hugging Face model"):
+    with pytest.raises(ModelError, match=r"model.path='.*nowhere' is not a folder"):
         setup.load_hf_config(str(tmp_path / "nowhere"))
 
 
