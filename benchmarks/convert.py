@@ -124,7 +124,9 @@ def convert(source: Path, repetitions: int, shape: tuple[int, int, int]) -> tupl
 
 def load_and_save(source: Path, layouts: list[dict[str, int]], package: str) -> list[list[list[float]]]:
     """On every rank, for each layout ``[seconds, growth in bytes]`` of loading the folder and of saving it again."""
-    from megatron_fr.device import resolve_device
+    from megatron_fr.device import prepare_process, resolve_device
+
+    prepare_process(resolve_device("cpu"))
     from megatron_fr.trainer import distributed
 
     answers = []

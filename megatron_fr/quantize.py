@@ -7,8 +7,9 @@ their update. They are the policy's own text, a version or two old at most, with
 from __future__ import annotations
 
 import copy
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from megatron_fr.checkpoints import ROLLOUT_FILE
 from megatron_fr.device import prepare_process, resolve_device
 from megatron_fr.errors import CheckpointError, ModelError, TrajectoryError
 from megatron_fr.rollout.state import read_state
-from megatron_fr.trajectory import decode
+from megatron_fr.trajectory import Trajectory, decode
 
 #: Left in the model's own dtype: the head's errors are log-probability errors, and a changed router chooses others.
 _LEFT_OUT = ("*lm_head*", "*mlp.gate.*")
@@ -41,25 +42,30 @@ def read_calibration(path: str | Path, folder: str | Path, *, limit: int = 64, m
         int64 tensors ``[1, tokens]``, at most ``limit``.
 
     Raises:
-        ModelError: it is nothing of these, or holds no trajectory; or a line of a JSONL file, which is named, is no
-            such object or has a token that the model's vocabulary lacks.
+        ModelError: it is nothing of these, or holds no trajectory; a trajectory or line, which is named, has a token
+            that the model's vocabulary lacks; or a line is no such object.
     """
     path = Path(path)
+    vocabulary = int(read_hf_config(folder).vocab_size)
     if path.is_dir():
         path = path / ROLLOUT_FILE
     try:
         if path.name == ROLLOUT_FILE:
             state = read_state(path)
-            rows = [trajectory.tokens.tolist() for trajectory in (*state.ready, *state.partial)]
+            rows = _tokens(path, (*state.ready, *state.partial))
         elif path.suffix == ".npz":
-            rows = [trajectory.tokens.tolist() for trajectory in decode(path.read_bytes())]
+            rows = _tokens(path, decode(path.read_bytes()))
         else:
-            vocabulary = int(read_hf_config(folder).vocab_size)
-            lines = enumerate(path.read_text().splitlines(), 1)
-            rows = [_read_line(f"{path}:{i}", line, folder, vocabulary) for i, line in lines if line.strip()]
+            rows = _read_lines(path, folder)
     except (CheckpointError, TrajectoryError, OSError, UnicodeDecodeError) as error:
         raise ModelError(f"calibration {path} cannot be read: {error}") from error
-    kept = [torch.tensor([row[:max_tokens]], dtype=torch.int64) for row in rows[:limit] if len(row) > 1]
+    for place, row in rows.items():
+        if (unknown := next((token for token in row if not 0 <= token < vocabulary), None)) is not None:
+            raise ModelError(
+                f"{place}: tokens holds {unknown}, expected ids of 0 to {vocabulary - 1}; give trajectories of "
+                f"{folder}, or JSONL with 'prompt' (text)"
+            )
+    kept = [torch.tensor([row[:max_tokens]], dtype=torch.int64) for row in list(rows.values())[:limit] if len(row) > 1]
     if not kept:
         raise ModelError(
             f"calibration {path} holds no sequence of two or more tokens; in a checkpoint of a synchronous run none "
@@ -68,7 +74,24 @@ def read_calibration(path: str | Path, folder: str | Path, *, limit: int = 64, m
     return kept
 
 
-def _read_line(place: str, line: str, folder: str | Path, vocabulary: int) -> list[int]:
+def _tokens(path: Path, trajectories: Iterable[Trajectory]) -> dict[str, list[int]]:
+    return {f"{path}, trajectory {t.id!r}": t.tokens.tolist() for t in trajectories}
+
+
+def _read_lines(path: Path, folder: str | Path) -> dict[str, list[int]]:
+    """By place, the tokens of each line of a JSONL file."""
+
+    @functools.cache
+    def tokenizer() -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder)
+
+    lines = enumerate(path.read_text().splitlines(), 1)
+    return {f"{path}:{i}": _read_line(f"{path}:{i}", line, tokenizer) for i, line in lines if line.strip()}
+
+
+def _read_line(place: str, line: str, tokenizer: Callable[[], Any]) -> list[int]:
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -77,16 +100,11 @@ def _read_line(place: str, line: str, folder: str | Path, vocabulary: int) -> li
         raise ModelError(f'{place}: holds {type(row).__name__}; write an object, {{"tokens": [ids]}}')
     if isinstance(row.get("tokens"), list):
         for token in row["tokens"]:
-            if type(token) is not int or not 0 <= token < vocabulary:  # a bool is an int
-                raise ModelError(
-                    f"{place}: tokens holds {token!r}, expected ids of 0 to {vocabulary - 1}; tokenize with {folder}, "
-                    "or give 'prompt' (text)"
-                )
+            if type(token) is not int:  # a bool is an int
+                raise ModelError(f"{place}: tokens holds {token!r}, expected ids; or give 'prompt' (text)")
         return list(row["tokens"])
     if isinstance(row.get("prompt"), str):
-        from transformers import AutoTokenizer
-
-        return list(AutoTokenizer.from_pretrained(folder)(row["prompt"])["input_ids"])
+        return list(tokenizer()(row["prompt"])["input_ids"])
     raise ModelError(f"{place}: neither 'tokens' (ids) nor 'prompt' (text); give one of them")
 
 
