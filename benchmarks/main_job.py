@@ -62,7 +62,10 @@ def run_job(model: Path, output: Path, updates: int, *overrides: str, timeout_s:
     Raises:
         SystemExit: it failed, with its output, or took longer than ``timeout_s``.
     """
+    from megatron_fr.rollout import spawn
+
     command = [
+        *(sys.executable, spawn.__file__, str(os.getpid())),  # the kernel ends it when this process is killed
         sys.executable,
         "-m",
         "megatron_fr.cli",

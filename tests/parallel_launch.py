@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fr.ports import lease_free_port
+from megatron_fr.rollout.spawn import die_with_parent
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["rank_preload"])
@@ -45,6 +46,7 @@ def fork_process(main: Callable[..., None], log: Path, environ: dict[str, str], 
 
 
 def _begin(main: Callable[..., None], log: str, environ: dict[str, str], args: Sequence[Any]) -> None:
+    die_with_parent(os.getppid())  # which ends with the tests, however they end
     os.setsid()
     os.environ |= environ
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

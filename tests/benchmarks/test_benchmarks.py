@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import tied_to_us
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = {
@@ -27,7 +28,7 @@ KEYS = {
 @pytest.mark.parametrize("name", KEYS)
 def test_the_quick_benchmark_ends_with_its_figures(name: str) -> None:
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / f"{name}.py", "--quick"],
+        tied_to_us([sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--quick"]),
         capture_output=True,
         text=True,
         timeout=400,

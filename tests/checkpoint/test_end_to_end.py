@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from processes import tied_to_us
 from safetensors.torch import load_file
 
 from megatron_fr.agents.arithmetic import questions
@@ -52,7 +53,7 @@ def test_a_killed_trainer_goes_on_with_the_same_command_and_the_engines_get_its_
             }
         )
     )
-    command = [sys.executable, "-m", "megatron_fr.cli", "train", "--config", str(tmp_path / "run.yaml")]
+    command = tied_to_us([sys.executable, "-m", "megatron_fr.cli", "train", "--config", str(tmp_path / "run.yaml")])
     log = tmp_path / "log"
     with log.open("w") as out:
         first = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | {"OMP_NUM_THREADS": "1"})

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import yaml
+from processes import tied_to_us
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "configs" / "tiny_python_tool.yaml"
@@ -34,7 +35,7 @@ def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The process, with everything it started killed at the end; its output goes to ``log``."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
+        process = subprocess.Popen(tied_to_us(command), stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
     try:
         yield process
     finally:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes import tied_to_us
 
 from megatron_fr.errors import ConfigError, EngineError
 from megatron_fr.ports import lease_free_port, lease_port
@@ -172,7 +173,10 @@ def test_an_engine_without_routes_is_found_by_the_probe_and_dies_with_its_owner(
         )
     )
     owner = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        tied_to_us([sys.executable, str(script)]),
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     try:
         report = json.loads(owner.stdout.readline())

@@ -17,6 +17,7 @@ import httpx
 import numpy as np
 import pytest
 import yaml
+from processes import tied_to_us
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hf_reference import forward, next_logprobs
@@ -119,7 +120,7 @@ def launch(config: Path, url_file: Path, log: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "megatron_fr.rollout", "--config", str(config), "--url-file", str(url_file)]
     with log.open("w") as out:
         return subprocess.Popen(
-            [*command, "rollout.start_timeout_s=200"],
+            tied_to_us([*command, "rollout.start_timeout_s=200"]),
             stdout=out,
             stderr=subprocess.STDOUT,
             text=True,
