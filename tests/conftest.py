@@ -8,23 +8,27 @@ from pathlib import Path
 
 import pytest
 from small_disk import SmallDisk
+from xdist.scheduler import LoadScopeScheduling
 
-ROOT = Path(__file__).parent
 #: Files that share fixtures which take long to make: all of them belong to one process.
 TOGETHER = {
     **dict.fromkeys(("parallel/test_update.py", "parallel/test_aux_loss.py"), "updates"),
     **dict.fromkeys(("rollout/test_session.py", "rollout/test_weight_push.py"), "engine"),
     **dict.fromkeys(("trainer/test_model.py", "trainer/test_model_gradients.py"), "tiny_models"),
-    **dict.fromkeys(("main_job/test_train.py", "main_job/test_bad_input.py"), "policy"),
 }
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+class TogetherScheduling(LoadScopeScheduling):
     """A file's tests run in one process, in order."""
-    for item in items:
-        file = item.path.relative_to(ROOT).as_posix()
-        item.add_marker(pytest.mark.xdist_group(TOGETHER.get(file, file)))
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::")[0].removeprefix("tests/")
+        return TOGETHER.get(file, file)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> TogetherScheduling:
+    """xdist's own groups (``--dist loadgroup``) are without effect under pytest 9.2."""
+    return TogetherScheduling(config, log)
 
 
 @pytest.fixture

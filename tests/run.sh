@@ -15,5 +15,5 @@ echo "mypy" && "$python" -m mypy
 processes=${MEGATRON_FR_TEST_PROCESSES:-2}
 echo "pytest"
 status=0
-"$python" -m pytest -n "$processes" --dist loadgroup --no-loadscope-reorder --durations=15 "$@" || status=$?
+"$python" -m pytest -n "$processes" --dist loadscope --no-loadscope-reorder --durations=15 "$@" || status=$?
 exit "$status"
