@@ -93,6 +93,7 @@ def server_args(spec: EngineSpec, port: int, nccl_port: int) -> list[str]:
         # Uncapped, the token pool takes gigabytes that other processes of a small machine need.
         pool = min(max(16_384, spec.max_running * spec.max_context), max(65_536, 2 * spec.max_context))
         args |= {"attention-backend": "torch_native", "max-total-tokens": pool, "mem-fraction-static": 0.5}
+        args |= {"sleep-on-idle": True}  # else a waiting engine takes a whole core from the trainer and its like
     else:
         args |= {"base-gpu-id": spec.index * spec.tensor}
     for given, value in spec.args.items():

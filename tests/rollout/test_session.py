@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -177,6 +178,21 @@ def test_logprobs_are_those_of_the_tempered_distribution(
             return finish(session)
 
     check(asyncio.run(run()), limits, models[0], temperature=0.6)
+
+
+def test_an_engine_without_requests_leaves_the_processor_to_others(engine: Engine) -> None:
+    server = psutil.Process(engine.pid)
+    family = [server, *server.children(recursive=True)]
+
+    def used() -> float:
+        return sum(time.user + time.system for time in (process.cpu_times() for process in family))
+
+    async def idle() -> float:
+        before = used()
+        await asyncio.sleep(4)
+        return used() - before
+
+    assert asyncio.run(idle()) < 1  # seconds; a scheduler that looks for work all the time uses nearly all 4
 
 
 def test_limits_bound_the_session_to_the_last_token(engine: Engine, limits: ModelLimits) -> None:
