@@ -59,13 +59,13 @@ def read_calibration(path: str | Path, folder: str | Path, *, limit: int = 64, m
             rows = _read_lines(path, folder)
     except (CheckpointError, TrajectoryError, OSError, UnicodeDecodeError) as error:
         raise ModelError(f"calibration {path} cannot be read: {error}") from error
-    for place, row in rows.items():
+    for place, row in rows:
         if (unknown := next((token for token in row if not 0 <= token < vocabulary), None)) is not None:
             raise ModelError(
-                f"{place}: tokens holds {unknown}, expected ids of 0 to {vocabulary - 1}; give trajectories of "
-                f"{folder}, or JSONL with 'prompt' (text)"
+                f"{place}: holds token {unknown}, expected ids of 0 to {vocabulary - 1}; give what was tokenized with "
+                f"the tokenizer of {folder}"
             )
-    kept = [torch.tensor([row[:max_tokens]], dtype=torch.int64) for row in list(rows.values())[:limit] if len(row) > 1]
+    kept = [torch.tensor([row[:max_tokens]], dtype=torch.int64) for _, row in rows[:limit] if len(row) > 1]
     if not kept:
         raise ModelError(
             f"calibration {path} holds no sequence of two or more tokens; in a checkpoint of a synchronous run none "
@@ -74,12 +74,12 @@ def read_calibration(path: str | Path, folder: str | Path, *, limit: int = 64, m
     return kept
 
 
-def _tokens(path: Path, trajectories: Iterable[Trajectory]) -> dict[str, list[int]]:
-    return {f"{path}, trajectory {t.id!r}": t.tokens.tolist() for t in trajectories}
+def _tokens(path: Path, trajectories: Iterable[Trajectory]) -> list[tuple[str, list[int]]]:
+    return [(f"{path}, trajectory {t.id!r}", t.tokens.tolist()) for t in trajectories]
 
 
-def _read_lines(path: Path, folder: str | Path) -> dict[str, list[int]]:
-    """By place, the tokens of each line of a JSONL file."""
+def _read_lines(path: Path, folder: str | Path) -> list[tuple[str, list[int]]]:
+    """The place and the tokens of each line of a JSONL file."""
 
     @functools.cache
     def tokenizer() -> Any:
@@ -88,7 +88,7 @@ def _read_lines(path: Path, folder: str | Path) -> dict[str, list[int]]:
         return AutoTokenizer.from_pretrained(folder)
 
     lines = enumerate(path.read_text().splitlines(), 1)
-    return {f"{path}:{i}": _read_line(f"{path}:{i}", line, tokenizer) for i, line in lines if line.strip()}
+    return [(f"{path}:{i}", _read_line(f"{path}:{i}", line, tokenizer)) for i, line in lines if line.strip()]
 
 
 def _read_line(place: str, line: str, tokenizer: Callable[[], Any]) -> list[int]:
@@ -101,7 +101,7 @@ def _read_line(place: str, line: str, tokenizer: Callable[[], Any]) -> list[int]
     if isinstance(row.get("tokens"), list):
         for token in row["tokens"]:
             if type(token) is not int:  # a bool is an int
-                raise ModelError(f"{place}: tokens holds {token!r}, expected ids; or give 'prompt' (text)")
+                raise ModelError(f"{place}: tokens holds {token!r}, expected ids, or give 'prompt' (text)")
         return list(row["tokens"])
     if isinstance(row.get("prompt"), str):
         return list(tokenizer()(row["prompt"])["input_ids"])

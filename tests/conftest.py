@@ -7,8 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from small_disk import SmallDisk
 from xdist.scheduler import LoadScopeScheduling
+
+from megatron_fr.device import hide_gpu_packages
+
+if not torch.cuda.is_available():
+    hide_gpu_packages()  # as in the processes of a run; some tests import Megatron-Core themselves
 
 #: Files that share fixtures which take long to make: all of them belong to one process.
 TOGETHER = {
@@ -26,9 +32,9 @@ class TogetherScheduling(LoadScopeScheduling):
         return TOGETHER.get(file, file)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> TogetherScheduling:
-    """xdist's own groups (``--dist loadgroup``) are without effect under pytest 9.2."""
-    return TogetherScheduling(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> TogetherScheduling | None:
+    """With ``--dist loadscope``; xdist's own groups (``loadgroup``) are without effect under pytest 9.2."""
+    return TogetherScheduling(config, log) if config.getoption("dist") == "loadscope" else None
 
 
 @pytest.fixture
@@ -43,4 +49,4 @@ def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
     try:
         yield SmallDisk(folder)
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)

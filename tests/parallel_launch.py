@@ -11,6 +11,7 @@ of what the ranks do.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import multiprocessing
 import os
@@ -18,15 +19,18 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from megatron_fr.ports import lease_free_port
-from megatron_fr.rollout.spawn import die_with_parent
+
+ROOT = Path(__file__).resolve().parents[1]
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["rank_preload"])
@@ -40,27 +44,53 @@ def fork_process(main: Callable[..., None], log: Path, environ: dict[str, str], 
         log: where its output goes.
         environ: added to the environment that ``rank_preload`` found.
     """
+    _start_server()
+    log.touch()
     process = _FORKS.Process(target=_begin, args=(main, str(log), environ, args))
     process.start()
     return process
 
 
+@functools.cache
+def _start_server() -> None:
+    """Python 3.12 gives the server no ``sys.path``, and it passes over what it cannot import."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [before])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
 def _begin(main: Callable[..., None], log: str, environ: dict[str, str], args: Sequence[Any]) -> None:
-    die_with_parent(os.getppid())  # which ends with the tests, however they end
     os.setsid()
+    threading.Thread(target=_end_with_the_tests, daemon=True).start()
     os.environ |= environ
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
+    os.close(output)
+    assert "rank_preload" in sys.modules
     warnings.simplefilter("ignore")
     main(*args)
+
+
+def _end_with_the_tests() -> None:
+    tests = multiprocessing.parent_process()
+    assert tests is not None
+    tests.join()
+    os.killpg(0, signal.SIGKILL)
 
 
 def end_process(process: BaseProcess) -> None:
     """Kill it and what it started, if it still runs."""
     if process.is_alive() and process.pid is not None:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):  # it has no session of its own yet
             os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
     process.join()
 
 

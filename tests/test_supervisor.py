@@ -31,3 +31,9 @@ def test_a_killed_rollout_service_is_the_reason_and_not_the_ranks_that_miss_it(t
     supervisor._ranks = [rank]
     with pytest.raises(MegatronFRError, match="the rollout service ended with signal SIGKILL"):
         supervisor._watch()
+
+
+def test_nothing_slow_is_imported_before_the_service_starts() -> None:
+    code = "import sys, megatron_fr.supervisor; print({'torch', 'matplotlib', 'transformers'} & sys.modules.keys())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found == "set()\n"

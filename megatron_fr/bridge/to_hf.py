@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -60,17 +61,16 @@ def convert_megatron_to_hf(
     _locate_all(files, hf_config)
     dtype = stated_dtype(source) or files.tensors["embedding.word_embeddings.weight"].properties.dtype
     plan = plan_files(hf_tensor_specs(hf_config, dtype), shard_bytes)
-    with atomic_folder(out_dir, checkpoint, source) as work, closing(files):
+    files.close()
+    with atomic_folder(out_dir, checkpoint, source) as work:
         jobs = [(work / name, members) for name, members in plan.items()]
         if processes <= 1 or len(jobs) == 1:
             for job in jobs:
                 _write_file(files, hf_config, *job, progress)
         else:
             context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(
-                min(processes, len(jobs)), context, initializer=_open_source, initargs=(checkpoint, source)
-            ) as pool:
-                running = {pool.submit(_write_in_pool, *job): job for job in jobs}
+            with ProcessPoolExecutor(min(processes, len(jobs)), context) as pool:
+                running = {pool.submit(_write_in_pool, checkpoint, source, *job): job for job in jobs}
                 for future in as_completed(running):
                     path, members = running[future]
                     _result(future, path)
@@ -90,18 +90,14 @@ def _result(future: Future[None], path: Path) -> None:
         raise ModelError(f"{path}: the process writing it was killed, for want of memory?; use fewer") from error
 
 
-#: In a process of the pool: what it reads from. Opening a checkpoint takes seconds where it has many pieces.
-_source: tuple[CheckpointFiles, Any] | None = None
+@functools.cache
+def _opened(checkpoint: Path, source: Path) -> tuple[CheckpointFiles, Any]:
+    """In a process of the pool. Opening takes seconds where a checkpoint has many pieces."""
+    return CheckpointFiles(checkpoint), read_hf_config(source)
 
 
-def _open_source(checkpoint: Path, source: Path) -> None:
-    global _source
-    _source = CheckpointFiles(checkpoint), read_hf_config(source)
-
-
-def _write_in_pool(path: Path, members: list[TensorSpec]) -> None:
-    assert _source is not None
-    _write_file(*_source, path, members)
+def _write_in_pool(checkpoint: Path, source: Path, path: Path, members: list[TensorSpec]) -> None:
+    _write_file(*_opened(checkpoint, source), path, members)
 
 
 def _write_file(
@@ -114,7 +110,8 @@ def _write_file(
     """
     wanted = {spec.name: spec for spec in members}
     dims = Dims.from_hf(hf_config)
-    with TensorFileWriter(path, members) as writer:
+    # Closed each time: of a checkpoint of many ranks not all files may be open at once.
+    with closing(files), TensorFileWriter(path, members) as writer:
         for entry in entries(hf_config):
             if not wanted.keys().isdisjoint(entry.hf):
                 _write_entry(writer, files, entry, dims, wanted, progress)

@@ -93,7 +93,7 @@ def server_args(spec: EngineSpec, port: int, nccl_port: int) -> list[str]:
         # Uncapped, the token pool takes gigabytes that other processes of a small machine need.
         pool = min(max(16_384, spec.max_running * spec.max_context), max(65_536, 2 * spec.max_context))
         args |= {"attention-backend": "torch_native", "max-total-tokens": pool, "mem-fraction-static": 0.5}
-        args |= {"sleep-on-idle": True}  # else a waiting engine takes a whole core from the trainer and its like
+        args |= {"sleep-on-idle": True}  # else an engine that waits (not one that is paused) takes a whole core
     else:
         args |= {"base-gpu-id": spec.index * spec.tensor}
     for given, value in spec.args.items():
@@ -126,7 +126,7 @@ def environment(spec: EngineSpec) -> dict[str, str]:
     if spec.device == "cpu":
         env["CUDA_VISIBLE_DEVICES"] = ""
         env["SGLANG_PLATFORM"] = PLATFORM_NAME
-        env["TORCHDYNAMO_DISABLE"] = "1"  # as in the trainer: compiling for a CPU costs more than it saves
+        env.setdefault("TORCHDYNAMO_DISABLE", "1")  # as in the trainer: compiling for a CPU costs more than it saves
     return env
 
 

@@ -14,19 +14,14 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; exits with 1 when ``parent`` is gone already."""
+def main(argv: list[str]) -> None:
+    """Replace this process by the command; exits with 1 when the parent is gone already."""
+    parent, command = int(argv[0]), argv[1:]
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         sys.exit(f"prctl failed: {os.strerror(ctypes.get_errno())}")
     if os.getppid() != parent:  # it died before the call above
         sys.exit(1)
-
-
-def main(argv: list[str]) -> None:
-    """Replace this process by the command; exits with 1 when the parent is gone already."""
-    parent, command = int(argv[0]), argv[1:]
-    die_with_parent(parent)
     os.execvp(command[0], command)
 
 

@@ -80,6 +80,7 @@ class Run:
             trainer.append(fork_process(trainer_process, self.log, {}, arguments))
             try:
                 trainer[0].join(timeout=200)
+                assert trainer[0].exitcode is not None, f"it still runs:\n{self.log.read_text()}"
             finally:
                 end_process(trainer[0])
             self.used |= server.used

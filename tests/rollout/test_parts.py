@@ -47,6 +47,8 @@ def test_the_selected_plugin_names_a_platform_class_of_sglang(monkeypatch: pytes
 
     monkeypatch.setenv("SGLANG_PLATFORM", sglang_cpu.PLATFORM_NAME)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for package in ("flash_mla", "flashinfer"):
+        monkeypatch.setitem(sys.modules, package, None)  # as it will be; put back after the test
     platform = pkgutil.resolve_name(sglang_cpu.platform())()
     assert isinstance(platform, SRTPlatform)
     assert platform.is_out_of_tree()
@@ -119,6 +121,8 @@ def test_limits_are_read_from_the_model(models: list[Path], tmp_path: Path) -> N
     assert (dense.num_moe_layers, dense.top_k, dense.num_experts) == (0, 0, 0)
     with pytest.raises(ModelError, match=r"model.path='.*nowhere' is not a folder"):
         setup.load_hf_config(str(tmp_path / "nowhere"))
+    with pytest.raises(ModelError, match=r"model.path='.*' is no Hugging Face model"):
+        setup.load_hf_config(str(tmp_path))
 
 
 def test_a_run_that_cannot_start_says_why_before_any_engine_starts(models: list[Path], tmp_path: Path) -> None:

@@ -127,12 +127,12 @@ def test_a_folder_that_cannot_be_read_back_replaces_none(tmp_path: Path, monkeyp
         ("{tokens}", "no JSON: "),
         ("[1, 2, 3]", 'holds list; write an object, {"tokens": [ids]}'),
         ("null", "holds NoneType; write an object"),
-        ('{"tokens": [1, "a"]}', "tokens holds 'a', expected ids; or give 'prompt'"),
+        ('{"tokens": [1, "a"]}', "tokens holds 'a', expected ids, or give 'prompt'"),
         ('{"tokens": [1, null]}', "tokens holds None, expected"),
         ('{"tokens": [1, 2.5]}', "tokens holds 2.5, expected"),
         ('{"tokens": [1, true]}', "tokens holds True, expected"),
-        ('{"tokens": [1, -1]}', "tokens holds -1, expected"),
-        ('{"tokens": [1, 500]}', "tokens holds 500, expected ids of 0 to 499; give trajectories of "),
+        ('{"tokens": [1, -1]}', "holds token -1, expected"),
+        ('{"tokens": [1, 500]}', "holds token 500, expected ids of 0 to 499; give what was tokenized with"),
     ],
 )
 def test_a_calibration_line_that_is_no_sequence_is_named(tmp_path: Path, line: str, reason: str) -> None:
@@ -166,7 +166,7 @@ def test_a_training_checkpoints_waiting_trajectories_calibrate(tmp_path: Path) -
     for path in (tmp_path, tmp_path / "rollout.state"):
         assert [ids.tolist() for ids in read_calibration(path, tmp_path)] == [[[3, 1, 4]], [[1, 5]]]
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 5}')  # another model's
-    with pytest.raises(ModelError, match=r"rollout\.state, trajectory 'b': tokens holds 5, expected ids of 0 to 4"):
+    with pytest.raises(ModelError, match=r"rollout\.state, trajectory 'b': holds token 5, expected ids of 0 to 4"):
         read_calibration(tmp_path, tmp_path)
     (tmp_path / "rollout.state").write_bytes(encode_state(RolloutState(counters, [], {}, [], [])))
     with pytest.raises(ModelError, match=r"in a checkpoint of a synchronous run none waits: .*max_policy_lag above 0"):
