@@ -63,14 +63,14 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return found
 
 
-def finish(command: list[str], log: Path, *, timeout_s: float = 240) -> tuple[int, str]:
+def finish(command: list[str], log: Path, *, timeout_s: float = 500) -> tuple[int, str]:
     """Run to the end; exit status and output."""
     with running(command, log) as process:
         status = process.wait(timeout_s)
     return status, log.read_text()
 
 
-def wait_for(text: str, log: Path, process: subprocess.Popen[bytes], *, timeout_s: float = 180) -> None:
+def wait_for(text: str, log: Path, process: subprocess.Popen[bytes], *, timeout_s: float = 400) -> None:
     """Until the output holds ``text``."""
     deadline = time.monotonic() + timeout_s
     while text not in log.read_text():
