@@ -62,10 +62,9 @@ def run_job(model: Path, output: Path, updates: int, *overrides: str, timeout_s:
     Raises:
         SystemExit: it failed, with its output, or took longer than ``timeout_s``.
     """
-    from megatron_fr.rollout import spawn
+    from megatron_fr.rollout.spawn import tied_to_us
 
     command = [
-        *(sys.executable, spawn.__file__, str(os.getpid())),  # the kernel ends it when this process is killed
         sys.executable,
         "-m",
         "megatron_fr.cli",
@@ -90,7 +89,7 @@ def run_job(model: Path, output: Path, updates: int, *overrides: str, timeout_s:
     }
     started = time.time()
     with (output.parent / f"{output.name}.log").open("w+") as log:
-        job = subprocess.Popen([*command, *settings], stdout=log, stderr=subprocess.STDOUT, env=environment)
+        job = subprocess.Popen(tied_to_us([*command, *settings]), stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
             status = job.wait(timeout_s)
         except BaseException:

@@ -24,7 +24,7 @@ from megatron_fr.errors import MegatronFRError
 from megatron_fr.inputs import check_model_path, check_prompt_source
 from megatron_fr.observe.metrics import METRICS_FILE
 from megatron_fr.ports import lease_free_port
-from megatron_fr.rollout import spawn
+from megatron_fr.rollout.spawn import tied_to_us
 
 _POLL_S = 0.1
 #: The rollout service ends its engines by itself within this time, or is killed with them.
@@ -212,7 +212,7 @@ class Supervisor:
         )
         try:
             return subprocess.Popen(
-                [sys.executable, spawn.__file__, str(os.getpid()), sys.executable, "-u", *arguments],
+                tied_to_us([sys.executable, "-u", *arguments]),
                 stdout=out,
                 stderr=err,
                 stdin=subprocess.DEVNULL,

@@ -22,6 +22,7 @@ import psutil
 from megatron_fr.errors import ConfigError, EngineError
 from megatron_fr.ports import PortLease, lease_free_port, lease_port
 from megatron_fr.rollout.sglang_cpu import PLATFORM_NAME
+from megatron_fr.rollout.spawn import tied_to_us
 
 #: What the service decides; ``rollout.engine_args`` must not.
 _RESERVED = {
@@ -216,9 +217,8 @@ class Engine:
         arguments = server_args(spec, port, nccl_port)
         spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log = spec.log_path.open("wb")
-        spawn = Path(__file__).with_name("spawn.py")
         self._process = subprocess.Popen(
-            [sys.executable, str(spawn), str(os.getpid()), sys.executable, "-m", "sglang.launch_server", *arguments],
+            tied_to_us([sys.executable, "-m", "sglang.launch_server", *arguments]),
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,

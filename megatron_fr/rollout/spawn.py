@@ -10,8 +10,14 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG = 1
+
+
+def tied_to_us(command: Sequence[str]) -> list[str]:
+    """The command line that runs ``command`` such that the kernel kills it when this process ends."""
+    return [sys.executable, __file__, str(os.getpid()), *command]
 
 
 def main(argv: list[str]) -> None:

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import tied_to_us
+
+from megatron_fr.rollout.spawn import tied_to_us
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = {

@@ -18,13 +18,13 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from processes import tied_to_us
 from safetensors.torch import load_file
 
 from megatron_fr.agents.arithmetic import questions
 from megatron_fr.checkpoints import all_checkpoints
 from megatron_fr.observe.metrics import read_metrics
 from megatron_fr.quantize import read_calibration
+from megatron_fr.rollout.spawn import tied_to_us
 from megatron_fr.tiny import make_untrained
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import psutil
 import yaml
-from processes import tied_to_us
+
+from megatron_fr.rollout.spawn import tied_to_us
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "configs" / "tiny_python_tool.yaml"

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import tied_to_us
 
 from megatron_fr.errors import ConfigError, EngineError
 from megatron_fr.ports import lease_free_port, lease_port
 from megatron_fr.rollout.engine import Engine, EngineSpec, server_args
 from megatron_fr.rollout.fleet import Fleet
+from megatron_fr.rollout.spawn import tied_to_us
 from megatron_fr.trajectory import ModelLimits
 
 Spec = Callable[..., EngineSpec]

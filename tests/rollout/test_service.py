@@ -17,7 +17,6 @@ import httpx
 import numpy as np
 import pytest
 import yaml
-from processes import tied_to_us
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hf_reference import forward, next_logprobs
@@ -25,6 +24,7 @@ from test_engine_lifecycle import family_of, wait_gone
 
 from megatron_fr.agents.arithmetic import questions
 from megatron_fr.errors import RolloutEnded
+from megatron_fr.rollout.spawn import tied_to_us
 from megatron_fr.tiny.model import VOCAB_SIZE
 from megatron_fr.trainer.client import Lease, RolloutClient
 from megatron_fr.trajectory import ModelLimits, Trajectory
