@@ -279,8 +279,8 @@ def main() -> None:
         source = Path(name) / "hf"
         layouts = [{"tensor": 2}] if arguments.quick else [{"tensor": 2}, {"expert": 2}]
         call = {"function": "convert_then_load", "repetitions": REPETITIONS, "shape": shape, "layouts": layouts}
-        ((size, layer, found), _), _ = answers = start(call | {"source": str(source)}, 2)
-        ranks = [loaded for _, loaded in answers]
+        converted, ranks = zip(*start(call | {"source": str(source)}, 2), strict=True)
+        size, layer, found = converted[0]
         for kind, (seconds, on_disk, memory) in found.items():
             print(
                 f"{kind:12} {seconds:7.2f} s, on disk after {on_disk:7.2f} s, peak memory +{memory / 1e9:.3f} GB "
@@ -305,14 +305,15 @@ def main() -> None:
         if importlib.util.find_spec("mbridge") is None:
             print("mbridge: not compared, it is not installed")
         else:
-            result |= compare_mbridge({"function": "load_and_save", "source": str(source), "package": "megatron_fr"})
+            result |= compare_mbridge(source)
     print(json.dumps(result))
 
 
-def compare_mbridge(job: dict[str, Any]) -> dict[str, float]:
+def compare_mbridge(source: Path) -> dict[str, float]:
     """This project's seconds and peak memory over mbridge's, loading and saving on one rank."""
-    ((theirs,),) = start(job | {"layouts": [{}], "package": "mbridge"})
-    ((ours,),) = start(job | {"layouts": [{}]})
+    call = {"function": "load_and_save", "source": str(source), "layouts": [{}]}
+    ((theirs,),) = start(call | {"package": "mbridge"})
+    ((ours,),) = start(call | {"package": "megatron_fr"})
     ratios = {}
     for i, step in enumerate(("load", "save")):
         print(

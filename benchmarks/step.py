@@ -207,13 +207,10 @@ def main() -> None:
     started = time.monotonic()
     prepare_process(resolve_device("cpu"))
     modes, repetitions, budget_s = (("keep",), 9, 3.0) if quick else (("keep", "recompute"), 25, float("inf"))
+    kinds = {"tiny": KINDS, "larger": KINDS[:1] if quick else KINDS}
     with tempfile.TemporaryDirectory() as name:
         cases = [
-            row
-            for model in MODELS
-            for row in run_case(
-                Path(name), model, KINDS[:1] if quick and model == "larger" else KINDS, modes, repetitions, budget_s
-            )
+            row for model in MODELS for row in run_case(Path(name), model, kinds[model], modes, repetitions, budget_s)
         ]
     print(
         json.dumps(

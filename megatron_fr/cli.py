@@ -59,6 +59,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
         print(render(config, arguments.gpus, arguments.gpu_memory))
         return 0
+    from megatron_fr.inputs import check_inputs
+
+    check_inputs(config)
     if arguments.command == "eval":
         from megatron_fr.evaluation.run import evaluate_model
 

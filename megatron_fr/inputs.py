@@ -5,10 +5,24 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from megatron_fr.config import RunConfig
 from megatron_fr.errors import ConfigError, ModelError
 
 #: How prompts can be stored in one file.
 PROMPT_FORMATS = (".jsonl", ".parquet")
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Check the model and the prompts of a run, before anything slow starts.
+
+    Raises:
+        ModelError: see :func:`check_model_path`.
+        ConfigError: see :func:`check_prompt_source`.
+    """
+    check_model_path(config.model.path)
+    for source in (config.data.train, config.data.eval):
+        if source is not None:
+            check_prompt_source(source)
 
 
 def check_model_path(path: str | Path) -> None:

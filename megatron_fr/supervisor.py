@@ -21,7 +21,6 @@ import psutil
 from megatron_fr.checkpoints import ROLLOUT_FILE, newest_usable
 from megatron_fr.config import RunConfig, save_config
 from megatron_fr.errors import MegatronFRError
-from megatron_fr.inputs import check_model_path, check_prompt_source
 from megatron_fr.observe.metrics import METRICS_FILE
 from megatron_fr.ports import lease_free_port
 from megatron_fr.rollout.spawn import tied_to_us
@@ -37,15 +36,11 @@ class Supervisor:
     """Runs ``config`` from start to end; use it once, in the main thread.
 
     Raises:
-        MegatronFRError: the model or the prompts are not there, or the output folder cannot be written to.
+        MegatronFRError: the output folder cannot be written to.
         ConfigError: there are too few GPUs for trainer and engines.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        check_model_path(config.model.path)
-        for source in (config.data.train, config.data.eval):
-            if source is not None:
-                check_prompt_source(source)
         self._config = config
         self._output = config.output.resolve()
         self._logs = self._output / "logs"

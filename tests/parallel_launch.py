@@ -21,7 +21,6 @@ import sys
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -75,7 +74,6 @@ def _begin(main: Callable[..., None], log: str, environ: dict[str, str], args: S
         os.dup2(output, stream)
     os.close(output)
     assert "rank_preload" in sys.modules
-    warnings.simplefilter("ignore")
     main(*args)
 
 

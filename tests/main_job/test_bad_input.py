@@ -39,6 +39,13 @@ def test_missing_prompts_are_named(policy: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_an_evaluation_names_a_missing_model_too(policy: Path, tmp_path: Path) -> None:
+    command = arguments(policy, tmp_path / "run", f"model.path={tmp_path / 'nowhere'}")
+    command[command.index("train")] = "eval"
+    assert f"model.path={str(tmp_path / 'nowhere')!r} is not a folder" in error_of(command, tmp_path / "log")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_port_in_use_is_named(policy: Path, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
