@@ -10,10 +10,7 @@ export OMP_NUM_THREADS=1
 echo "ruff check" && "$python" -m ruff check .
 echo "ruff format" && "$python" -m ruff format --check .
 echo "mypy" && "$python" -m mypy
-# In one process and in order. MEGATRON_FR_TEST_PROCESSES=2 shares the files out between two (tests/conftest.py says what
-# stays together): faster where there are four cores or more, and on two too busy for some tests' time limits.
-processes=${MEGATRON_FR_TEST_PROCESSES:-0}
 echo "pytest"
 status=0
-"$python" -m pytest -n "$processes" --dist loadscope --no-loadscope-reorder --durations=15 "$@" || status=$?
+"$python" -m pytest --durations=15 "$@" || status=$?
 exit "$status"
