@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import mmap
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_fr.errors import ModelError
@@ -25,13 +26,13 @@ class Extent:
     length: int
     tensor: str
 
-    def read_into(self, buffer: memoryview) -> None:
-        """Fill ``buffer``, as long as this range, whose bytes are then those of the file.
+    def read_into(self, buffer: memoryview, start: int = 0) -> None:
+        """Fill ``buffer`` with the range's bytes from ``start`` on; it must not be longer than what is left of them.
 
         Raises:
             ModelError: names the file and the tensor that could not be read.
         """
-        position = self.offset
+        position = self.offset + start
         while buffer:
             try:
                 count = os.preadv(self.descriptor, [buffer[:_MAX_TRANSFER]], position)
@@ -57,7 +58,9 @@ class Copier:
     """Reads ranges piece by piece, always into the same small buffer."""
 
     def __init__(self) -> None:
-        self._buffer = memoryview(bytearray(_BUFFER))
+        # On whole pages, as a bytearray never is: x86 copies half as fast between addresses whose places in their pages
+        # differ by a few bytes.
+        self._buffer = memoryview(mmap.mmap(-1, _BUFFER + mmap.PAGESIZE))
 
     def chunks(self, extents: Iterable[Extent], position: int) -> Iterator[memoryview]:
         """The bytes of the ranges in order; each piece is valid until the next one is asked for.
@@ -73,7 +76,8 @@ class Copier:
             done = 0
             while done < extent.length:
                 length = min(_BUFFER - position % _BUFFER, extent.length - done)
-                part = replace(extent, offset=extent.offset + done, length=length)
-                part.read_into(self._buffer[:length])
-                yield self._buffer[:length]
+                place = position % mmap.PAGESIZE  # in the buffer's page as in the file's
+                piece = self._buffer[place : place + length]
+                extent.read_into(piece, done)
+                yield piece
                 done, position = done + length, position + length
