@@ -22,6 +22,7 @@ from megatron_fr.bridge.registry import Entry, entries, is_tied
 from megatron_fr.config import RunConfig
 from megatron_fr.config.sections import ParallelConfig
 from megatron_fr.errors import ConfigError
+from megatron_fr.trainer.supported import check_layout, check_model
 
 USABLE = 0.9
 #: Elements of the head's float32 scratch on a GPU (``trainer/logprob.py``).
@@ -205,10 +206,13 @@ def render(config: RunConfig, gpus: int | None, gpu_memory_gb: float) -> str:
         gpu_memory_gb: of one GPU, 10^9 bytes.
 
     Raises:
-        ConfigError: there is no legal layout.
-        ModelError: the model folder cannot be read.
+        ConfigError: the trainer would refuse the layout, or there is no legal one.
+        ModelError: the model folder cannot be read, or the trainer cannot build the model.
     """
     hf_config = read_hf_config(config.model.path)
+    check_model(hf_config, config.train.moe_aux_loss_coeff)
+    if gpus is None:
+        check_layout(hf_config, config.parallel)
     dims, width = Dims.from_hf(hf_config), _DTYPE_BYTES[config.model.dtype]
     layouts = [config.parallel] if gpus is None else list(legal_layouts(hf_config, gpus))
     if not layouts:

@@ -13,7 +13,7 @@ from megatron_fr.bridge.registry import family_of, is_tied
 from megatron_fr.config import RunConfig
 from megatron_fr.config.sections import ParallelConfig
 from megatron_fr.device import Device
-from megatron_fr.errors import ConfigError, ModelError
+from megatron_fr.trainer.supported import check_layout, check_model, uses_sequence_parallel
 
 __all__ = [
     "build_model",
@@ -28,24 +28,6 @@ __all__ = [
 def torch_dtype(name: str) -> torch.dtype:
     """``model.dtype`` as torch knows it."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-
-
-def uses_sequence_parallel(hf_config: Any, parallel: ParallelConfig) -> bool:
-    """Resolve ``parallel.sequence_parallel``; None means on when TP > 1 and the model has experts.
-
-    Raises:
-        ConfigError: off with TP > 1 and experts, which Megatron-Core cannot train.
-    """
-    moe = family_of(hf_config).moe
-    setting = parallel.sequence_parallel
-    if setting is None:
-        return parallel.tensor > 1 and moe
-    if not setting and parallel.tensor > 1 and moe:
-        raise ConfigError(
-            f"parallel.sequence_parallel=false with parallel.tensor={parallel.tensor}: Megatron-Core trains experts "
-            "under tensor parallelism only with it; leave it out"
-        )
-    return setting and parallel.tensor > 1
 
 
 def build_transformer_config(
@@ -75,12 +57,8 @@ def build_transformer_config(
     from megatron.core.transformer import TransformerConfig
 
     family, dims = family_of(hf_config), Dims.from_hf(hf_config)
-    _check_model(hf_config)
-    _check_split(dims, parallel)
-    if aux_loss_coeff and not family.moe:
-        raise ConfigError(
-            f"train.moe_aux_loss_coeff={aux_loss_coeff}: the model has no experts to balance; set it to 0"
-        )
+    check_model(hf_config, aux_loss_coeff)
+    check_layout(hf_config, parallel)
     moe: dict[str, Any] = {}
     if family.moe:
         moe = {
@@ -270,51 +248,3 @@ def _local_layer(config: Any, moe: int) -> Any:
 def _rope_theta(hf_config: Any) -> float:
     parameters = getattr(hf_config, "rope_parameters", None) or {}
     return float(parameters["rope_theta"])
-
-
-def _check_model(hf_config: Any) -> None:
-    family_of(hf_config)  # raises for an unknown architecture
-    name = hf_config.model_type
-
-    def refuse(field: str, value: Any, supported: str) -> ModelError:
-        return ModelError(f"model of type {name}: {field}={value!r} is not supported; only {supported} is")
-
-    rope = getattr(hf_config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") != "default":
-        raise refuse("rope_parameters.rope_type", rope["rope_type"], "'default' (no scaling)")
-    if "rope_theta" not in rope:
-        raise refuse("rope_parameters", rope, "one with rope_theta")
-    if hf_config.hidden_act != "silu":
-        raise refuse("hidden_act", hf_config.hidden_act, "'silu'")
-    if getattr(hf_config, "attention_bias", False):
-        raise refuse("attention_bias", True, "false")
-    if getattr(hf_config, "use_sliding_window", False):
-        raise refuse("use_sliding_window", True, "false")
-
-
-def _check_split(dims: Dims, parallel: ParallelConfig) -> None:
-    """Raise ConfigError when the sizes do not divide."""
-    parts = [
-        ("parallel.tensor", parallel.tensor, "KV heads", dims.kv_heads),
-        ("parallel.tensor", parallel.tensor, "query heads", dims.heads),
-        ("parallel.pipeline", parallel.pipeline, "layers", dims.layers),
-        (
-            "parallel.pipeline x parallel.virtual_pipeline",
-            parallel.pipeline * parallel.virtual_pipeline,
-            "layers",
-            dims.layers,
-        ),
-    ]
-    if dims.experts:
-        parts.append(("parallel.expert", parallel.expert, "experts", dims.experts))
-        parts.append(("parallel.expert_tensor", parallel.expert_tensor, "expert MLP width", dims.moe_ffn))
-    if len(dims.moe_layers) < dims.layers:
-        parts.append(("parallel.tensor", parallel.tensor, "MLP width", dims.ffn))
-    if not dims.experts and parallel.expert * parallel.expert_tensor > 1:
-        raise ConfigError(
-            f"parallel.expert={parallel.expert}, parallel.expert_tensor={parallel.expert_tensor}: "
-            "the model has no experts; set both to 1"
-        )
-    for field, size, what, whole in parts:
-        if whole % size:
-            raise ConfigError(f"{field}={size} does not divide the model's {what} ({whole}); choose a divisor")

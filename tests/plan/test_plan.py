@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from megatron_fr.config import RunConfig
 from megatron_fr.config.sections import ParallelConfig
 from megatron_fr.plan import activation_bytes, count_parameters, head_bytes, legal_layouts, rank_memory
 from megatron_fr.tiny import make_untrained
+from megatron_fr.tiny.model import Family, tiny_config
 from megatron_fr.trainer.logprob import LogprobSettings, head_logprobs
 
 DENSE: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 28}
@@ -121,7 +123,15 @@ def run_config(**sections: Any) -> RunConfig:
         "reward": {"function": "unused:unused"},
         "data": {"train": "unused.jsonl"},
     }
-    return RunConfig.model_validate({k: v | sections.get(k, {}) for k, v in values.items()})
+    return RunConfig.model_validate({k: values.get(k, {}) | sections.get(k, {}) for k in (*values, *sections)})
+
+
+def tiny(family: Family, **changes: Any) -> Any:
+    """The configuration of a tiny model, as its folder would give it."""
+    config = tiny_config(family, num_layers=changes.pop("num_layers", 2))
+    config.architectures = [{"qwen3_moe": "Qwen3MoeForCausalLM", "qwen2": "Qwen2ForCausalLM"}[family]]
+    config.update(changes)
+    return config
 
 
 def test_only_action_tokens_go_through_the_head_and_what_it_holds_depends_on_its_mode() -> None:
@@ -173,6 +183,39 @@ def test_every_layout_listed_divides_the_model_and_the_ranks() -> None:
     layouts = list(legal_layouts(PUBLISHED["Qwen3-30B-A3B"], 16))
     assert any((p.tensor, p.expert, p.pipeline) == (4, 8, 2) for p in layouts)
     assert all(4 % p.tensor == 0 and 48 % p.pipeline == 0 and 128 % p.expert == 0 for p in layouts)
+
+
+def plan(tmp_path: Path, model: Any, *arguments: str, **sections: Any) -> int:
+    """Exit status of the command for a model without weights; ``sections`` change the configuration."""
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    run = run_config(**sections).model_dump(mode="json") | {"model": {"path": str(folder)}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    return main(["plan", "--config", str(tmp_path / "run.yaml"), *arguments])
+
+
+@pytest.mark.parametrize(
+    ("family", "sections", "message"),
+    [
+        ("qwen3_moe", {"parallel": {"world_size": 4, "tensor": 4}}, "parallel.tensor=4 .* KV heads (2); choose"),
+        ("qwen3_moe", {"parallel": {"world_size": 3, "pipeline": 3}}, "parallel.pipeline=3 .* layers (2); choose"),
+        ("qwen3_moe", {"parallel": {"world_size": 3, "expert": 3}}, "parallel.expert=3 .* experts (8); choose"),
+        ("qwen2", {"parallel": {"world_size": 2, "expert": 2}}, "parallel.expert=2.*no experts; set both to 1"),
+        (
+            "qwen3_moe",
+            {"parallel": {"world_size": 2, "tensor": 2, "sequence_parallel": False}},
+            "parallel.sequence_parallel=false with parallel.tensor=2.*leave it out",
+        ),
+        ("qwen2", {"train": {"moe_aux_loss_coeff": 0.01}}, "train.moe_aux_loss_coeff=0.01.*no experts.*set it to 0"),
+    ],
+)
+def test_what_the_trainer_refuses_is_refused_with_its_error(
+    family: Family, sections: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(tmp_path, tiny(family), **sections) == 1
+    out, err = capsys.readouterr()
+    assert not out
+    assert re.fullmatch(rf"error: .*{message.replace('(', '[(]').replace(')', '[)]')}.*\n", err)
 
 
 def test_the_command_prints_each_layout_and_whether_it_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
