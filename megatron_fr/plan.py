@@ -9,16 +9,19 @@ communication buffers and fragmentation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
+from megatron_fr.bridge.common import EMBEDDING, FINAL_NORM, HEAD
 from megatron_fr.bridge.dims import Dims
 from megatron_fr.bridge.export import hf_tensor_specs
 from megatron_fr.bridge.folder import read_hf_config
-from megatron_fr.bridge.registry import Entry, entries, is_tied
+from megatron_fr.bridge.mappings import Rule
+from megatron_fr.bridge.registry import family_of, is_tied
 from megatron_fr.config import RunConfig
 from megatron_fr.config.sections import ParallelConfig
 from megatron_fr.errors import ConfigError
@@ -59,32 +62,37 @@ class RankMemory:
 
 def count_parameters(hf_config: Any, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
     """Parameters of a rank of pipeline stage ``stage``: ``(all but experts, experts)``, vocabulary padding included."""
-    dims = Dims.from_hf(hf_config)
-    dense = experts = 0
-    sizes: dict[tuple[int, bool], int] = {}
-    last = parallel.pipeline - 1
-    for entry in entries(hf_config):
-        if not _on_stage(entry, dims, parallel.pipeline, stage):
-            # The last of several stages has its own copy of an embedding that is the head too.
-            copied = is_tied(hf_config) and stage == last and entry.param.startswith("embedding.")
-            if not copied:
-                continue
-        key = (id(entry.rule), entry.expert is not None)
-        if key not in sizes:
-            size = parallel.expert_tensor if entry.rule.per_expert else parallel.tensor
-            meta = [torch.empty(shape, device="meta") for shape in entry.rule.hf_shapes(dims)]
-            sizes[key] = entry.rule.shard(meta, dims, 0, size).numel()
-        if entry.expert is None:
-            dense += sizes[key]
-        elif entry.expert < dims.experts // parallel.expert:
-            experts += sizes[key]
+    dims, family = Dims.from_hf(hf_config), family_of(hf_config)
+
+    def size(rule: Rule) -> int:
+        ranks = parallel.expert_tensor if rule.per_expert else parallel.tensor
+        meta = [torch.empty(shape, device="meta") for shape in rule.hf_shapes(dims)]
+        return rule.shard(meta, dims, 0, ranks).numel()
+
+    kinds = {}
+    for moe, mlp_rules in ((False, family.dense_rules), (True, family.moe_rules)):
+        rules = family.layer_rules + mlp_rules
+        experts = sum(size(rule) for rule in rules if rule.per_expert) * dims.experts // parallel.expert
+        kinds[moe] = sum(size(rule) for rule in rules if not rule.per_expert), experts
+    layers = [kinds[layer in dims.moe_layers] for layer in stage_layers(dims, parallel, stage)]
+    dense, experts = sum(layer[0] for layer in layers), sum(layer[1] for layer in layers)
+
+    first, last = stage == 0, stage == parallel.pipeline - 1
+    if first:
+        dense += sum(size(rule) for rule in EMBEDDING)
+    if last:
+        dense += sum(size(rule) for rule in FINAL_NORM)
+        if not is_tied(hf_config):
+            dense += size(HEAD)
+        elif not first:  # a copy of the embedding that is the head, too
+            dense += sum(size(rule) for rule in EMBEDDING)
     return dense, experts
 
 
-def _on_stage(entry: Entry, dims: Dims, pipeline: int, stage: int) -> bool:
-    if entry.layer is not None:
-        return entry.layer * pipeline // dims.layers == stage
-    return stage == (0 if entry.param.startswith("embedding.") else pipeline - 1)
+def stage_layers(dims: Dims, parallel: ParallelConfig, stage: int) -> list[int]:
+    """The layers, from 0, of pipeline stage ``stage``: stages take turns, once for each virtual one."""
+    each = dims.layers // (parallel.pipeline * parallel.virtual_pipeline)
+    return [layer for layer in range(dims.layers) if layer // each % parallel.pipeline == stage]
 
 
 def rank_memory(hf_config: Any, config: RunConfig, parallel: ParallelConfig) -> RankMemory:
@@ -127,9 +135,8 @@ def activation_bytes(hf_config: Any, config: RunConfig, parallel: ParallelConfig
     dims, width = Dims.from_hf(hf_config), _DTYPE_BYTES[config.model.dtype]
     tokens = _micro_batch_tokens(config) // parallel.context
     sequence = parallel.tensor if dims.experts or parallel.sequence_parallel else 1
-    each = dims.layers // parallel.pipeline
-    layers = range(stage * each, (stage + 1) * each)
-    moe = sum(layer in dims.moe_layers for layer in layers)
+    layers = stage_layers(dims, parallel, stage)
+    each, moe = len(layers), sum(layer in dims.moe_layers for layer in layers)
     attention = (dims.q_size * 2 + dims.kv_size * 2) / parallel.tensor + 4 * dims.hidden / sequence
     dense = attention + 3 * dims.ffn / parallel.tensor
     # Every token goes to top_k experts: its copy, gate, up and their product, and the expert's output.
@@ -180,22 +187,32 @@ def _micro_batch_tokens(config: RunConfig) -> int:
     return max(longest, packed) if packed is not None else config.train.micro_batch_size * longest
 
 
-def legal_layouts(hf_config: Any, world_size: int) -> Iterator[ParallelConfig]:
-    """Every TP, EP, PP and CP that divides the model and the ranks."""
-    dims = Dims.from_hf(hf_config)
-    powers = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    for tensor in powers:
-        if dims.kv_heads % tensor or dims.heads % tensor or (len(dims.moe_layers) < dims.layers and dims.ffn % tensor):
-            continue
-        for pipeline in powers:
-            for context in powers:
-                if dims.layers % pipeline or world_size % (tensor * pipeline * context):
-                    continue
-                for expert in powers if dims.experts else [1]:
-                    if dims.experts % expert == 0 and world_size % (expert * pipeline) == 0:
-                        yield ParallelConfig(
-                            world_size=world_size, tensor=tensor, pipeline=pipeline, context=context, expert=expert
-                        )
+def legal_layouts(hf_config: Any, config: RunConfig, world_size: int) -> list[ParallelConfig]:
+    """Every TP, EP, PP and CP in which the trainer would run on ``world_size`` ranks; the rest of ``parallel`` stays.
+
+    Raises:
+        ConfigError: there is none; says why not the plainest.
+    """
+    sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    found, refusals = [], []
+    for tensor, pipeline, context, expert in itertools.product(sizes, repeat=4):
+        changes = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert}
+        try:
+            parallel = ParallelConfig.model_validate(
+                config.parallel.model_dump() | {"world_size": world_size} | changes
+            )
+            check_layout(hf_config, parallel)
+            RunConfig.model_validate(dict(config) | {"parallel": parallel})
+        except ValidationError as error:
+            refusals.append(error.errors()[0]["msg"].removeprefix("Value error, "))
+        except ConfigError as error:
+            refusals.append(str(error))
+        else:
+            found.append(parallel)
+    if not found:
+        reason = f"with none above 1: {refusals[0]}" if refusals else "give at least 1"
+        raise ConfigError(f"--gpus {world_size}: no TP, EP, PP and CP suit the model and the configuration; {reason}")
+    return found
 
 
 def render(config: RunConfig, gpus: int | None, gpu_memory_gb: float) -> str:
@@ -211,12 +228,10 @@ def render(config: RunConfig, gpus: int | None, gpu_memory_gb: float) -> str:
     """
     hf_config = read_hf_config(config.model.path)
     check_model(hf_config, config.train.moe_aux_loss_coeff)
+    dims, width = Dims.from_hf(hf_config), _DTYPE_BYTES[config.model.dtype]
     if gpus is None:
         check_layout(hf_config, config.parallel)
-    dims, width = Dims.from_hf(hf_config), _DTYPE_BYTES[config.model.dtype]
-    layouts = [config.parallel] if gpus is None else list(legal_layouts(hf_config, gpus))
-    if not layouts:
-        raise ConfigError(f"--gpus {gpus}: no TP, EP, PP and CP divide both the model and the GPUs")
+    layouts = [config.parallel] if gpus is None else legal_layouts(hf_config, config, gpus)
     specs = hf_tensor_specs(hf_config, torch.bfloat16 if width == 2 else torch.float32)
     sync = sum(spec.num_bytes for spec in specs)
     token = 2 * dims.layers * dims.kv_size * width // min(config.rollout.engine_tensor, dims.kv_heads)
@@ -230,7 +245,7 @@ def render(config: RunConfig, gpus: int | None, gpu_memory_gb: float) -> str:
         f"{token * contexts / 1e9:.2f} GB for all runners at full length: "
         + ("fits" if engine <= usable else "does not fit at once; runners will wait for room"),
         "trainer GPU, GB:",
-        "  TP  EP  PP  CP  DP  parameters   weights  gradients  optimizer  activations    head   total  fits",
+        "  TP  EP  PP  CP  DP      parameters   weights  gradients  optimizer  activations    head   total  fits",
     ]
     found = sorted((rank_memory(hf_config, config, layout) for layout in layouts), key=lambda memory: memory.total)
     for memory in found:
@@ -239,7 +254,7 @@ def render(config: RunConfig, gpus: int | None, gpu_memory_gb: float) -> str:
         gb = [f"{part / 1e9:.2f}" for part in parts]
         lines.append(
             f"{p.tensor:4}{p.expert:4}{p.pipeline:4}{p.context:4}{p.data:4}"
-            f"{memory.dense_parameters + memory.expert_parameters:12,}{gb[0]:>10}{gb[1]:>11}{gb[2]:>11}{gb[3]:>13}"
+            f"{memory.dense_parameters + memory.expert_parameters:16,}{gb[0]:>10}{gb[1]:>11}{gb[2]:>11}{gb[3]:>13}"
             f"{gb[4]:>8}{gb[5]:>8}  {'yes' if memory.total <= usable else 'no'}"
         )
     return "\n".join(lines)

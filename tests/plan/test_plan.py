@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,7 @@ import pytest
 import torch
 import yaml
 from parallel_launch import initialize_layout, run_ranks
+from pydantic import ValidationError
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
@@ -17,10 +19,13 @@ from megatron_fr.bridge import hf_tensor_specs, read_hf_config
 from megatron_fr.cli import main
 from megatron_fr.config import RunConfig
 from megatron_fr.config.sections import ParallelConfig
+from megatron_fr.device import prepare_process, resolve_device
+from megatron_fr.errors import ConfigError
 from megatron_fr.plan import activation_bytes, count_parameters, head_bytes, legal_layouts, rank_memory
 from megatron_fr.tiny import make_untrained
 from megatron_fr.tiny.model import Family, tiny_config
 from megatron_fr.trainer.logprob import LogprobSettings, head_logprobs
+from megatron_fr.trainer.model import build_transformer_config
 
 DENSE: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 28}
 SMALL = DENSE | {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}
@@ -98,11 +103,27 @@ def counted_and_built(jobs: list[tuple[Path, dict[str, int]]]) -> list[tuple[int
     return answers
 
 
+def test_interleaved_stages_take_turns_at_the_layers() -> None:
+    model = tiny("qwen3_moe", num_layers=4, mlp_only_layers=[0, 1])
+    interleaved = ParallelConfig(world_size=2, pipeline=2, virtual_pipeline=2)
+    # Stage 0 has layers 0 and 2, stage 1 layers 1 and 3: one with experts each.
+    one_layer = 8 * 3 * 96 * 80
+    assert [count_parameters(model, interleaved, stage)[1] for stage in range(2)] == [one_layer, one_layer]
+    plain = ParallelConfig(world_size=2, pipeline=2)
+    assert [count_parameters(model, plain, stage)[1] for stage in range(2)] == [0, 2 * one_layer]
+    # What the layers keep for the backward differs in the same way: none of stage 0's has experts in the plain one.
+    narrow = [activation_bytes(model, run_config(), layout, 0) for layout in (plain, interleaved)]
+    assert narrow[0] / 2 < narrow[1] / 2.5  # in flight: 2, and 5 halves
+
+
 @pytest.mark.slow
 def test_counts_equal_those_of_built_models_on_every_rank(tmp_path: Path) -> None:
     moe = make_untrained(tmp_path / "moe", vocab_size=515)
     tied = make_untrained(tmp_path / "tied", family="qwen2", tie=True, vocab_size=515)
+    mixed = tmp_path / "mixed"
+    tiny("qwen3_moe", num_layers=4, mlp_only_layers=[0, 1]).save_pretrained(mixed)
     jobs = [
+        (mixed, {"pipeline": 2, "virtual_pipeline": 2}),
         (moe, {"tensor": 2}),
         (moe, {"expert": 2}),
         (moe, {"pipeline": 2}),
@@ -180,9 +201,65 @@ def test_recomputation_keeps_inputs_in_flight_and_one_whole_layer_at_a_time() ->
 
 
 def test_every_layout_listed_divides_the_model_and_the_ranks() -> None:
-    layouts = list(legal_layouts(PUBLISHED["Qwen3-30B-A3B"], 16))
+    layouts = legal_layouts(PUBLISHED["Qwen3-30B-A3B"], run_config(), 16)
     assert any((p.tensor, p.expert, p.pipeline) == (4, 8, 2) for p in layouts)
     assert all(4 % p.tensor == 0 and 48 % p.pipeline == 0 and 128 % p.expert == 0 for p in layouts)
+
+
+def test_layouts_keep_what_else_the_configuration_says_and_are_those_that_the_trainer_accepts() -> None:
+    """Against every combination, asked of the configuration and of Megatron-Core one by one."""
+    device = resolve_device("cpu")
+    prepare_process(device)
+    model = tiny("qwen3_moe", num_layers=4, mlp_only_layers=[0])
+    kept = {"world_size": 8, "expert_tensor": 2, "virtual_pipeline": 2, "distributed_optimizer": False}
+    config = run_config(train={"batch_size": 2}, parallel=kept | {"pipeline": 2, "context": 4})
+    accepted = []
+    for tensor, pipeline, context, expert in itertools.product((1, 2, 4, 8), repeat=4):
+        sizes = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert}
+        try:
+            parallel = run_config(train={"batch_size": 2}, parallel=kept | sizes).parallel
+            build_transformer_config(model, parallel, device, dtype=torch.float32)
+        except (ValidationError, ConfigError):
+            continue
+        accepted.append(parallel)
+    assert {p.data for p in accepted} == {1, 2}
+    assert legal_layouts(model, config, 8) == accepted
+
+
+def test_a_layout_needs_the_same_in_the_list_and_on_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, own = PUBLISHED["Qwen2.5-7B-Instruct"], {"world_size": 8, "distributed_optimizer": False}
+    assert plan(tmp_path, model, parallel=own) == 0
+    header, row = capsys.readouterr().out.splitlines()[-2:]
+    assert header.split()[:5] == ["TP", "EP", "PP", "CP", "DP"]
+    assert row.split()[:5] == ["1", "1", "1", "1", "8"]
+    # 7.6 billion parameters with 12 bytes of optimizer state each, unsharded.
+    assert row.split()[8] == f"{COUNTS['Qwen2.5-7B-Instruct'] * 12 / 1e9:.2f}"
+    assert row.split()[-1] == "no"
+    assert plan(tmp_path, model, "--gpus", "8", parallel=own) == 0
+    assert row in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sections", "message"),
+    [
+        ("3", {"parallel": {"world_size": 2, "expert_tensor": 2}}, "expert x expert_tensor x pipeline = 2; change one"),
+        (
+            "4",
+            {"parallel": {"world_size": 2, "expert_tensor": 2}},
+            "expert_tensor=2: the model has no experts",
+        ),
+        ("1", {"parallel": {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2}}, "parallel.virtual_pipeline=2 "),
+        ("0", {}, "give at least 1"),
+    ],
+)
+def test_gpus_that_no_layout_suits_are_refused_with_the_reason(
+    gpus: str, sections: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(tmp_path, tiny("qwen2", num_layers=4), "--gpus", gpus, **sections) == 1
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith(f"error: --gpus {gpus}: no TP, EP, PP and CP suit the model and the configuration; ")
+    assert message in err
 
 
 def plan(tmp_path: Path, model: Any, *arguments: str, **sections: Any) -> int:
