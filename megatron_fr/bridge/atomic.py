@@ -2,72 +2,169 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import fcntl
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from megatron_fr.errors import ModelError
 
+_LOCK_FILE = ".writing"
+#: What flock answers on file systems that are mounted without it.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+#: What renameat2 answers where the file system or the kernel cannot exchange two folders (NFS, for one).
+_NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_ATTEMPTS = 100
+
 
 @contextmanager
-def atomic_folder(out: str | Path, *sources: str | Path) -> Iterator[Path]:
-    """Give a temporary folder beside ``out``; rename it to ``out`` at the end, replacing what was there.
+def atomic_folder(out: str | Path, *sources: str | Path, overwrite: bool = False) -> Iterator[Path]:
+    """Give an empty folder to write into; at the end it becomes ``out``, in one step where the file system can.
 
-    When the body raises, the temporary folder goes and ``out`` stays as it was. A process that is killed leaves the
-    temporary folder (its name begins with a dot), never half of ``out``.
+    It lies in ``.NAME.tmp`` beside ``out`` (``NAME``: that of ``out``), which is locked while it is written and goes
+    at the end. When the body raises, ``out`` stays as it was. A process that is killed leaves ``.NAME.tmp``, which the
+    next write to ``out`` removes, and never half of ``out``. Where two folders cannot be exchanged (NFS), a kill
+    between two renames leaves the earlier ``out`` in ``.NAME.tmp/NAME.old``; the next write puts it back first.
 
     Args:
-        out: a model folder, a checkpoint or an empty folder there is replaced; anything else is not.
+        out: where nothing is, or an empty folder.
         sources: what the body reads; none of them may be ``out`` or in it.
+        overwrite: a model folder or a checkpoint there is replaced, with whatever else it holds.
 
     Raises:
-        ModelError: the place cannot be written to, or holds something else than an earlier result.
+        ModelError: the place cannot be written to, another process is writing there, or it holds something that may
+            not be replaced.
     """
     out = Path(out).resolve()  # a link stays, and what it leads to is replaced
     for source in sources:
         if Path(source).resolve().is_relative_to(out):
             raise ModelError(f"{out} would be replaced, and {source}, which is read, with it; choose another folder")
-    _check_replaceable(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        around, lock = _locked(out.with_name(f".{out.name}.tmp"), out)
     except OSError as error:
         raise ModelError(f"{out} cannot be written: {error.strerror}; choose another folder") from error
+    work, old = around / out.name, around / f"{out.name}.old"
     try:
-        yield work
-        work.chmod(0o755)
         try:
-            _replace(work, out)
+            _restore(out, old)
+            _empty(around)
+            _check_replaceable(out, overwrite)
+            work.mkdir()
+        except OSError as error:
+            raise ModelError(f"{out} cannot be written: {error.strerror}; choose another folder") from error
+        yield work
+        try:
+            _replace(work, out, old)
         except OSError as error:
             raise ModelError(f"{out} cannot be replaced: {error.strerror}; choose another folder") from error
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
+    finally:
+        _remove(around, lock, out, old)
 
 
-def _check_replaceable(out: Path) -> None:
-    """A result of an earlier run may go; a folder that holds other things is most likely a mistyped path."""
+def _check_replaceable(out: Path, overwrite: bool) -> None:
+    """What is there goes only when asked; what is neither kind of result is most likely a mistyped path."""
     if not out.exists():
         return
     if not out.is_dir():
         raise ModelError(f"{out} is a file; choose a folder")
-    ours = any((out / name).is_file() for name in ("config.json", ".metadata"))
-    if not ours and any(out.iterdir()):
+    held = sorted(path.name for path in out.iterdir())
+    if held and not any((out / name).is_file() for name in ("config.json", ".metadata")):
         raise ModelError(f"{out} exists and holds neither a model nor a checkpoint; choose another folder or empty it")
+    if held and not overwrite:
+        raise ModelError(
+            f"{out} exists and holds {held[0]} and {len(held) - 1} more; choose another folder, or replace it and all "
+            "that it holds with --overwrite"
+        )
 
 
-def _replace(work: Path, out: Path) -> None:
-    """Rename ``work`` to ``out``; what was there goes last, so that one of the two always exists."""
-    old = work.with_name(work.name + ".old")
-    if out.exists():
-        os.rename(out, old)
-    try:
+def _locked(around: Path, out: Path) -> tuple[Path, IO[str] | None]:
+    """The folder and its lock, which goes with the file's closing, also when the process is killed (None: no locks).
+
+    Raises:
+        ModelError: another process holds it.
+        OSError: the folder cannot be written.
+    """
+    for _ in range(_ATTEMPTS):
+        around.mkdir(exist_ok=True)
+        try:
+            file = (around / _LOCK_FILE).open("w")
+        except FileNotFoundError:  # another writer's end removed the folder
+            continue
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(around / _LOCK_FILE)):
+                return around, file
+        except FileNotFoundError:
+            pass  # as above, between opening and locking
+        except OSError as error:
+            file.close()
+            if isinstance(error, BlockingIOError):
+                raise ModelError(
+                    f"{out} is being written by another process; wait, or choose another folder"
+                ) from error
+            if error.errno in _NO_LOCKS:
+                return around, None
+            raise
+        file.close()
+    raise ModelError(f"{out} is being written by other processes; wait, or choose another folder")
+
+
+def _empty(around: Path) -> None:
+    """Delete all but the lock."""
+    for path in around.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != _LOCK_FILE:
+            path.unlink()
+
+
+def _restore(out: Path, old: Path) -> None:
+    """Undo the first of the two renames of :func:`_replace`."""
+    if old.exists() and not out.exists():
+        os.rename(old, out)
+
+
+def _remove(around: Path, lock: IO[str] | None, out: Path, old: Path) -> None:
+    """Delete the folder as far as that goes; the rest is the next writer's."""
+    with suppress(OSError):
+        _restore(out, old)
+        _empty(around)
+    with suppress(OSError):
+        (around / _LOCK_FILE).unlink()
+    if lock is not None:
+        lock.close()  # before the folder goes: on NFS a deleted file that is open stays in it under another name
+    with suppress(OSError):  # not empty: another writer has begun
+        around.rmdir()
+
+
+def _replace(work: Path, out: Path, old: Path) -> None:
+    """Give ``work`` the name ``out``; what was there goes to where ``work`` was, or to ``old``."""
+    if not out.exists():
         os.rename(work, out)
-    except OSError:
-        if old.exists():
-            os.rename(old, out)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+    elif not _exchange(work, out):
+        os.rename(out, old)
+        os.rename(work, out)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two folders in one step; False where the system cannot.
+
+    Raises:
+        OSError: it can, and these two may not be.
+    """
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _NO_EXCHANGE:
+        return False
+    raise OSError(code, os.strerror(code), str(second))
