@@ -9,14 +9,20 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from megatron_fr.bridge.atomic import atomic_folder
+from megatron_fr.bridge.dims import Dims
 from megatron_fr.bridge.folder import WeightFiles, copy_other_files, read_hf_config, resolve_folder
+from megatron_fr.bridge.load import check_files
+from megatron_fr.bridge.quantized import check_quantized
+from megatron_fr.bridge.registry import entries, is_tied
 from megatron_fr.checkpoints import ROLLOUT_FILE
 from megatron_fr.device import prepare_process, resolve_device
 from megatron_fr.errors import CheckpointError, ModelError, TrajectoryError
@@ -108,23 +114,29 @@ def _read_line(place: str, line: str, tokenizer: Callable[[], Any]) -> list[int]
     raise ModelError(f"{place}: neither 'tokens' (ids) nor 'prompt' (text); give one of them")
 
 
-def quantize_hf(hf_dir: str | Path, out_dir: str | Path, calibration: Sequence[torch.Tensor]) -> dict[str, float]:
+def quantize_hf(
+    hf_dir: str | Path, out_dir: str | Path, calibration: Sequence[torch.Tensor], *, overwrite: bool = False
+) -> dict[str, float]:
     """Write ``out_dir`` with FP8 weights and scales, load it again from the disk, and compare its log-probabilities
-    with those of ``hf_dir`` in bfloat16. What was in ``out_dir`` before is replaced once all of that has worked.
+    with those of ``hf_dir`` in bfloat16. The folder gets its name once all of that has worked.
 
     Args:
         calibration: int64 ``[1, tokens]`` each, whose activations set the scales; half of them, the odd ones, are
             kept out where there are two or more, and compared.
+        overwrite: replace a model or checkpoint in ``out_dir`` with all that it holds.
 
     Returns:
         ``mean`` and ``max`` of the absolute difference of next-token log-probabilities, in nats; ``tokens`` compared.
 
     Raises:
-        ModelError: the model cannot be loaded, or the written folder cannot be read back.
+        ModelError: the model cannot be loaded, or the written folder cannot be written or read back; names the file.
     """
     source = resolve_folder(hf_dir)
-    read_hf_config(source)
-    with atomic_folder(out_dir, source) as work:  # first: a target that is refused costs no calibration
+    hf_config = read_hf_config(source)
+    files = WeightFiles(source)
+    check_files(files, list(entries(hf_config)), Dims.from_hf(hf_config), tied=is_tied(hf_config))
+    files.close()
+    with atomic_folder(out_dir, source, overwrite=overwrite) as work:  # a target that is refused costs no calibration
         return _quantize_into(work, source, calibration)
 
 
@@ -136,7 +148,9 @@ def _quantize_into(work: Path, source: Path, calibration: Sequence[torch.Tensor]
     from transformers import AutoModelForCausalLM
 
     held_out = list(calibration[1::2]) or list(calibration)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, experts_implementation=_EXPERTS).eval()
+    with _named(source, "read"):
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, experts_implementation=_EXPERTS)
+    model = model.eval()
     before = [_logprobs(model, ids) for ids in held_out]
 
     def forward(quantized: Any) -> None:
@@ -147,39 +161,35 @@ def _quantize_into(work: Path, source: Path, calibration: Sequence[torch.Tensor]
     for pattern in _LEFT_OUT:
         config["quant_cfg"].append({"quantizer_name": pattern, "enable": False})
     model = mtq.quantize(model, config, forward)
-    export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=work)
-    written = {file.name: file.read_bytes() for file in work.glob("*.json")}
-    copy_other_files(source, work)
-    for name, data in written.items():  # the exporter's configuration describes the quantisation
-        if name.endswith("config.json") and name != "generation_config.json":
-            (work / name).write_bytes(data)
+    with _named(work, "written"):
+        export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=work)
+        written = {file.name: file.read_bytes() for file in work.glob("*.json")}
+        copy_other_files(source, work)
+        for name, data in written.items():  # the exporter's configuration describes the quantisation
+            if name.endswith("config.json") and name != "generation_config.json":
+                (work / name).write_bytes(data)
     del model
-    again = load_quantized(work)
+    with _named(work, "read back"):
+        again = load_quantized(work)
     after = [_logprobs(again, ids) for ids in held_out]
     difference = torch.cat([(b - a).abs() for b, a in zip(before, after, strict=True)])
     return {"mean": float(difference.mean()), "max": float(difference.max()), "tokens": float(len(difference))}
 
 
-def check_quantized(folder: Path) -> int:
-    """Read a quantised folder again.
-
-    Returns:
-        how many tensors are float8.
-
-    Raises:
-        ModelError: it has no float8 weight, a float8 weight without a scale, or a quantised router or head.
-    """
-    files = WeightFiles(folder)
-    eight = {name for name in files.names if files.spec(name).dtype == torch.float8_e4m3fn}
-    files.close()
-    if not eight:
-        raise ModelError(f"{folder}: nothing was quantised; has the model layers that ModelOpt knows?")
-    for name in sorted(eight):
-        if f"{name}_scale" not in files.names:
-            raise ModelError(f"{files.file(name)}: tensor {name!r} is float8 and has no scale")
-        if name.endswith(("mlp.gate.weight", "lm_head.weight", "embed_tokens.weight")):
-            raise ModelError(f"{files.file(name)}: tensor {name!r} must not be quantised")
-    return len(eight)
+@contextmanager
+def _named(folder: Path, done: str) -> Iterator[None]:
+    """Errors of the libraries that read and write a folder, as one that names the file as well as can be told."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        path = folder
+        if isinstance(error, SafetensorError):  # names no file, and deletes the one that it was writing
+            path = folder / "*.safetensors"
+        elif error.filename is not None:
+            path = Path(error.filename)
+        elif done == "written":  # the last that was begun
+            path = max(folder.iterdir(), key=lambda file: file.stat().st_mtime_ns, default=folder)
+        raise ModelError(f"{path} cannot be {done}: {getattr(error, 'strerror', None) or error}") from error
 
 
 @torch.no_grad()

@@ -1,5 +1,13 @@
 #!/usr/bin/env python3
-"""Convert a Hugging Face folder to a Megatron torch_dist checkpoint."""
+"""Convert a Hugging Face folder to a Megatron torch_dist checkpoint of weights alone.
+
+Any layout can load it: Megatron-Core's dist_checkpointing, this package's trainer.weights_checkpoint.load_weights, and
+convert_megatron_to_hf.py. "megatron-fr train" starts from a Hugging Face folder (model.path) and does not read it, nor
+does resuming, which needs the optimizer's state too.
+
+OUT_DIR must be new or empty (but see --overwrite). It appears when it is complete; until then the files are in
+.NAME.tmp beside it, which a killed conversion leaves and the next one to OUT_DIR removes.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +19,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hf_dir", help="Hugging Face folder or hub name")
     parser.add_argument("out_dir", type=Path, help="checkpoint folder to write")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size to store for (default: 1)")
+    parser.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        help="tensor-parallel size to store for (default: 1); must divide the number of KV heads (they "
+        "are not repeated, so that a larger size is refused)",
+    )
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel size to store for (default: 1)")
     parser.add_argument("--pp", type=int, default=1, help="pipeline size to store for (default: 1)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the folder's")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace a model or checkpoint in OUT_DIR, and all else in there"
+    )
     arguments = parser.parse_args()
 
     import torch
@@ -33,6 +50,7 @@ def main() -> int:
             expert=arguments.ep,
             pipeline=arguments.pp,
             dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+            overwrite=arguments.overwrite,
             progress=meter,
         )
     )

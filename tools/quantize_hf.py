@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("hf_dir", help="Hugging Face folder or hub name")
-    parser.add_argument("out_dir", type=Path, help="folder to write")
+    parser.add_argument("out_dir", type=Path, help="folder to write; new or empty, or see --overwrite")
     parser.add_argument(
         "--calibration",
         required=True,
@@ -21,14 +21,19 @@ def main() -> int:
         "trajectories (npz), or JSONL with 'tokens' or 'prompt'",
     )
     parser.add_argument("--limit", type=int, default=64, help="sequences used (default: 64)")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace a model or checkpoint in OUT_DIR, and all else in there"
+    )
     arguments = parser.parse_args()
+    if arguments.limit < 1:
+        parser.error(f"--limit must be at least 1, not {arguments.limit}")
 
     from megatron_fr.errors import MegatronFRError
     from megatron_fr.quantize import quantize_hf, read_calibration
 
     try:
         sequences = read_calibration(arguments.calibration, arguments.hf_dir, limit=arguments.limit)
-        error = quantize_hf(arguments.hf_dir, arguments.out_dir, sequences)
+        error = quantize_hf(arguments.hf_dir, arguments.out_dir, sequences, overwrite=arguments.overwrite)
     except MegatronFRError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 1

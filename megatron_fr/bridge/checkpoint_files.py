@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from megatron_fr.bridge.archive import PayloadFinder
 from megatron_fr.bridge.extents import Extent
+from megatron_fr.checkpoints import MANIFEST_FILE, problem
 from megatron_fr.errors import ModelError
 
 METADATA_NAME = ".metadata"
@@ -33,6 +34,22 @@ def find_checkpoint(path: str | Path) -> Path:
     if not found:
         raise ModelError(f"{path} holds no Megatron checkpoint: no {METADATA_NAME} in it; was it saved to the end?")
     raise ModelError(f"{path} holds {len(found)} checkpoints; choose one, such as {found[-1]}")
+
+
+def check_sums(checkpoint: Path) -> bool:
+    """Compare every file of a training checkpoint, in full, with the sizes and SHA-256 sums of its ``manifest.json``.
+
+    Returns:
+        whether it has a manifest; checkpoints of weights alone have none.
+
+    Raises:
+        ModelError: names the checkpoint and the file that is missing or another.
+    """
+    if not (checkpoint / MANIFEST_FILE).is_file():
+        return False
+    if (reason := problem(checkpoint)) is not None:
+        raise ModelError(f"{checkpoint} is damaged: {reason}; use another checkpoint")
+    return True
 
 
 @dataclass(frozen=True)

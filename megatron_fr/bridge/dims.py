@@ -5,6 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_fr.errors import ModelError
+
+_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+)
+
 
 @dataclass(frozen=True)
 class Dims:
@@ -27,7 +38,14 @@ class Dims:
 
     @classmethod
     def from_hf(cls, hf_config: Any) -> Dims:
-        """Read a transformers configuration object."""
+        """Read a transformers configuration object.
+
+        Raises:
+            ModelError: a size is not above 0.
+        """
+        for name in _SIZES:
+            if getattr(hf_config, name) < 1:
+                raise ModelError(f"config.json: {name} is {getattr(hf_config, name)}, expected 1 or more")
         return cls(
             layers=hf_config.num_hidden_layers,
             hidden=hf_config.hidden_size,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron_fr.bridge.registry import check_architectures, supported_architectures
 from megatron_fr.bridge.tensor_file import TensorFile, TensorSlice, TensorSpec
 from megatron_fr.errors import ModelError
 from megatron_fr.inputs import check_model_path
@@ -20,8 +21,11 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
 
-def resolve_folder(path: str | Path) -> Path:
+def resolve_folder(path: str | Path, *, weights: bool = True) -> Path:
     """A local folder as it is; a hub name such as ``Qwen/Qwen3-30B-A3B`` through the hub's cache.
+
+    Args:
+        weights: fetch them too; otherwise only what :func:`copy_other_files` copies.
 
     Raises:
         ModelError: there is no such folder, or the hub does not have or give it.
@@ -31,8 +35,11 @@ def resolve_folder(path: str | Path) -> Path:
         return folder
     from huggingface_hub import snapshot_download
 
+    wanted, unwanted = None, ["*.bin", "*.pth", "*.gguf", "original/*"]
+    if not weights:
+        wanted, unwanted = [f"*{suffix}" for suffix in _COPIED_SUFFIXES], ["*.index.json", "*/*"]
     try:
-        return Path(snapshot_download(str(path), ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*"]))
+        return Path(snapshot_download(str(path), allow_patterns=wanted, ignore_patterns=unwanted))
     except Exception as error:  # the hub client raises from several libraries
         raise ModelError(
             f"model.path={str(path)!r} is no local folder, and the hub did not give it: {error}; check the name"
@@ -40,21 +47,45 @@ def resolve_folder(path: str | Path) -> Path:
 
 
 def read_hf_config(path: str | Path) -> Any:
-    """The transformers configuration of a model folder or hub name.
+    """The transformers configuration of a model folder or hub name, of which no weights are fetched.
 
     Raises:
-        ModelError: the folder or its ``config.json`` is missing or damaged, or names a dtype that no weights have.
+        ModelError: the folder or its ``config.json`` is missing or damaged, or names an architecture that has no
+            mapping or a dtype that no weights have.
     """
+    folder = resolve_folder(path, weights=False)
+    config = _read_json(folder)
+    stated_dtype(folder)
     from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    folder = resolve_folder(path)
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"model.path={str(path)!r} has no config.json; give a complete Hugging Face folder")
+    # Here, for transformers lists all that it knows, or asks whether to run code that came with the model.
+    if "architectures" in config:
+        check_architectures(config["architectures"], str(folder / "config.json"))
+    if config.get("model_type") not in list(CONFIG_MAPPING):
+        raise ModelError(
+            f"{folder / 'config.json'}: model_type {config.get('model_type')!r} is unknown; supported architectures: "
+            f"{', '.join(supported_architectures())}"
+        )
     try:
-        stated_dtype(folder)
         return AutoConfig.from_pretrained(folder)
-    except (ValueError, OSError, KeyError) as error:
-        raise ModelError(f"model.path={str(path)!r}: config.json cannot be read: {error}") from error
+    except Exception as error:  # transformers and its validators raise a dozen kinds
+        raise ModelError(f"{folder / 'config.json'} cannot be read: {' '.join(str(error).split())[:300]}") from error
+
+
+def _read_json(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ModelError(
+            f"model.path={str(folder)!r} has no config.json; give a complete Hugging Face folder"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}; fetch it again") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} holds {type(config).__name__}, expected an object; fetch it again")
+    return config
 
 
 class WeightFiles:
@@ -68,10 +99,7 @@ class WeightFiles:
         self.folder = folder
         index = folder / INDEX_NAME
         if index.is_file():
-            try:
-                named: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            except (ValueError, KeyError) as error:
-                raise ModelError(f"{index} is damaged: {error}; fetch the folder again") from error
+            named = _weight_map(index)
         elif (folder / SINGLE_NAME).is_file():
             named = {}
         else:
@@ -115,6 +143,16 @@ class WeightFiles:
             handle.close()
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        named = json.loads(index.read_text())["weight_map"]
+        if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
+            raise ValueError("weight_map is no object of file names")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{index} is damaged: {error}; fetch the folder again") from error
+    return named
+
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -124,9 +162,9 @@ def stated_dtype(folder: Path) -> torch.dtype | None:
     Raises:
         ModelError: it says something else than a dtype that weights are trained in.
     """
-    config = json.loads((folder / "config.json").read_text())
+    config = _read_json(folder)
     name = config.get("dtype") or config.get("torch_dtype")
-    if name is not None and name not in _DTYPES:
+    if name is not None and name not in list(_DTYPES):  # a list: what is there need not be hashable
         raise ModelError(f"{folder / 'config.json'}: dtype is {name!r}; write one of {', '.join(_DTYPES)}")
     return None if name is None else _DTYPES[name]
 

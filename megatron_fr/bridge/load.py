@@ -11,6 +11,7 @@ import torch
 from megatron_fr.bridge import local
 from megatron_fr.bridge.dims import Dims
 from megatron_fr.bridge.folder import WeightFiles, resolve_folder
+from megatron_fr.bridge.quantized import SCALE_SUFFIX
 from megatron_fr.bridge.registry import Entry, entries, is_tied
 from megatron_fr.errors import ModelError
 
@@ -53,8 +54,11 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: Any, path: str
     files.close()
 
 
-def check_files(files: WeightFiles, table: Sequence[Entry], dims: Dims, tied: bool) -> None:
+def check_files(files: WeightFiles, table: Sequence[Entry], dims: Dims, tied: bool, *, quantized: bool = False) -> None:
     """Compare the names and shapes of a folder's tensors with those that the table expects.
+
+    Args:
+        quantized: scales may be there too.
 
     Raises:
         ModelError: names the file and the tensor that is missing, left over or of another shape.
@@ -66,7 +70,13 @@ def check_files(files: WeightFiles, table: Sequence[Entry], dims: Dims, tied: bo
     if missing := [name for name in expected if name not in held]:
         raise ModelError(f"{files.folder}: {len(missing)} tensors are missing, among them {missing[0]!r}")
     allowed = {"lm_head.weight"} if tied else set()
-    left_over = sorted(name for name in held - expected.keys() - allowed if not name.endswith(_IGNORED_SUFFIXES))
+    ignored = (*_IGNORED_SUFFIXES, SCALE_SUFFIX) if quantized else _IGNORED_SUFFIXES
+    left_over = sorted(name for name in held - expected.keys() - allowed if not name.endswith(ignored))
+    if left_over and left_over[0].endswith(SCALE_SUFFIX):
+        raise ModelError(
+            f"{files.file(left_over[0])}: tensor {left_over[0]!r} is the scale of a quantised one; give the folder "
+            "that was quantised"
+        )
     if left_over:
         raise ModelError(
             f"{files.file(left_over[0])}: nothing uses tensor {left_over[0]!r} ({len(left_over)} such tensors); "

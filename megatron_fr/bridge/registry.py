@@ -72,18 +72,30 @@ def supported_architectures() -> list[str]:
     return sorted(_families)
 
 
+def check_architectures(architectures: Any, where: str = "config.json") -> str:
+    """The first of the architectures in a ``config.json`` that has a family.
+
+    Args:
+        where: the file, for the message.
+
+    Raises:
+        ModelError: none has, or it is no list of names.
+    """
+    supported = supported_architectures()
+    if isinstance(architectures, list):
+        for name in architectures:
+            if name in supported:
+                return str(name)
+    raise ModelError(f"{where}: model architecture {architectures} has no mapping; supported: {', '.join(supported)}")
+
+
 def family_of(hf_config: Any) -> Family:
     """The family of a transformers configuration.
 
     Raises:
         ModelError: no family has this architecture.
     """
-    supported = supported_architectures()
-    architectures = list(getattr(hf_config, "architectures", None) or [])
-    for name in architectures:
-        if name in _families:
-            return _families[name]
-    raise ModelError(f"model architecture {architectures} has no mapping; supported: {', '.join(supported)}")
+    return _families[check_architectures(list(getattr(hf_config, "architectures", None) or []))]
 
 
 def is_tied(hf_config: Any) -> bool:

@@ -38,7 +38,7 @@ def save_hf_folder(
     failure: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
-            _write(tensors, hf_config, resolve_folder(source_dir), Path(out_dir), shard_bytes)
+            _write(tensors, hf_config, resolve_folder(source_dir, weights=False), Path(out_dir), shard_bytes)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure[0] = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
     for _ in tensors:  # all of them on other ranks; on rank 0 what a failure left over, so that no sender waits
@@ -51,7 +51,7 @@ def save_hf_folder(
 def _write(tensors: Any, hf_config: Any, source: Path, out: Path, shard_bytes: int) -> None:
     dtype = stated_dtype(source)
     specs = hf_tensor_specs(hf_config, dtype or torch.float32)
-    with atomic_folder(out) as work:
+    with atomic_folder(out, overwrite=True) as work:
         files = plan_files(specs, shard_bytes)
         for file, members in files.items():
             writer: TensorFileWriter | None = None

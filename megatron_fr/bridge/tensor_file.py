@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class TensorSpec:
     @functools.cached_property
     def num_bytes(self) -> int:
         """Size of the data."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class TensorFile:
@@ -73,13 +74,17 @@ class TensorFile:
             if not 2 <= length <= min(_MAX_HEADER, size - 8):
                 raise ValueError("its header is cut off or no header at all")
             header: dict[str, Any] = json.loads(self._file.read(length))
+            if not isinstance(header, dict):
+                raise ValueError(f"its header holds {type(header).__name__}, expected an object")
             header.pop("__metadata__", None)
             self._specs = {
-                name: TensorSpec(name, tuple(entry["shape"]), _DTYPES[entry["dtype"]]) for name, entry in header.items()
+                name: TensorSpec(name, _sizes(entry["shape"]), _DTYPES[entry["dtype"]])
+                for name, entry in header.items()
             }
-            self._start = {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
-            stop = {name: 8 + length + entry["data_offsets"][1] for name, entry in header.items()}
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+            ends = {name: _sizes(entry["data_offsets"]) for name, entry in header.items()}
+            self._start = {name: 8 + length + start for name, (start, _) in ends.items()}
+            stop = {name: 8 + length + end for name, (_, end) in ends.items()}
+        except (ValueError, KeyError, TypeError) as error:
             raise ModelError(f"{path} is damaged or incomplete ({error}); fetch it again") from error
         for name, spec in self._specs.items():
             if stop[name] > size:
@@ -129,6 +134,12 @@ class TensorFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _sizes(numbers: Any) -> tuple[int, ...]:
+    if not isinstance(numbers, list) or not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"its header has {numbers!r} where sizes belong")
+    return tuple(numbers)
 
 
 @dataclass(frozen=True)

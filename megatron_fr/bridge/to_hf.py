@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_fr.bridge.atomic import atomic_folder
-from megatron_fr.bridge.checkpoint_files import CheckpointFiles, find_checkpoint
+from megatron_fr.bridge.checkpoint_files import CheckpointFiles, check_sums, find_checkpoint
 from megatron_fr.bridge.checkpoint_keys import Location, candidates
 from megatron_fr.bridge.dims import Dims
 from megatron_fr.bridge.export import hf_tensor_specs
@@ -36,6 +36,7 @@ def convert_megatron_to_hf(
     hf_dir: str | Path | None = None,
     processes: int = 1,
     verify: bool = False,
+    overwrite: bool = False,
     shard_bytes: int = 5 * 10**9,
     progress: Progress | None = None,
 ) -> Path:
@@ -47,7 +48,9 @@ def convert_megatron_to_hf(
     Args:
         hf_dir: folder or hub name with configuration and tokenizer; None: the ``hf`` folder in or above the checkpoint.
         processes: that many write files side by side (never more than there are files).
-        verify: read ``out_dir`` again, shard it, and compare every bit with the checkpoint, before it gets its name.
+        verify: first compare the checkpoint's files with the sums in its ``manifest.json``, where it has one; at the
+            end read ``out_dir`` again, shard it, and compare every bit with the checkpoint, before it gets its name.
+        overwrite: replace a model or checkpoint in ``out_dir`` with all that it holds.
         shard_bytes: largest file.
         progress: called with a name and the bytes that were written.
 
@@ -62,7 +65,9 @@ def convert_megatron_to_hf(
     dtype = stated_dtype(source) or files.tensors["embedding.word_embeddings.weight"].properties.dtype
     plan = plan_files(hf_tensor_specs(hf_config, dtype), shard_bytes)
     files.close()
-    with atomic_folder(out_dir, checkpoint, source) as work:
+    with atomic_folder(out_dir, checkpoint, source, overwrite=overwrite) as work:
+        if verify:
+            check_sums(checkpoint)
         jobs = [(work / name, members) for name, members in plan.items()]
         if processes <= 1 or len(jobs) == 1:
             for job in jobs:
@@ -195,7 +200,7 @@ def _locate(files: CheckpointFiles, entry: Entry) -> Location:
 
 def _hf_files(checkpoint: Path, hf_dir: str | Path | None) -> Path:
     if hf_dir is not None:
-        return resolve_folder(hf_dir)
+        return resolve_folder(hf_dir, weights=False)
     for folder in (checkpoint / HF_FILES, checkpoint, checkpoint.parent / HF_FILES, checkpoint.parent):
         if (folder / "config.json").is_file():
             return folder

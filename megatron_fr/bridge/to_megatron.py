@@ -50,6 +50,7 @@ def convert_hf_to_megatron(
     expert: int = 1,
     pipeline: int = 1,
     dtype: torch.dtype | None = None,
+    overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """Write ``out_dir``: Megatron's torch_dist files, and ``hf/`` with configuration and tokenizer.
@@ -61,12 +62,13 @@ def convert_hf_to_megatron(
     Args:
         tensor, expert, pipeline: sizes of the layout to store for; experts are not split over TP.
         dtype: of the stored weights; None: that of the folder.
+        overwrite: replace a model or checkpoint in ``out_dir`` with all that it holds.
         progress: called with the name and the bytes of each tensor written.
 
     Raises:
         ModelError: the folder is damaged or cannot be mapped, or ``out_dir`` cannot be written; ``out_dir`` is as
             it was.
-        ConfigError: the sizes do not divide the model's.
+        ConfigError: the sizes do not divide the model's; KV heads are not repeated for a larger TP.
     """
     source = resolve_folder(hf_dir)
     hf_config = read_hf_config(source)
@@ -90,7 +92,7 @@ def convert_hf_to_megatron(
     common = MetadataIndex(_COMMON)
     plans[min(plans)].insert(0, WriteItem(index=common, type=WriteItemType.BYTE_IO))
 
-    with atomic_folder(out_dir, source) as work:
+    with atomic_folder(out_dir, source, overwrite=overwrite) as work:
         writer = FileSystemWriter(work, sync_files=False)
         writer.set_up_storage_writer(True)
         ranked, metadata = create_default_global_save_plan([SavePlan(plans[key]) for key in sorted(plans)])
@@ -110,7 +112,7 @@ def _write_metadata(work: Path, writer: FileSystemWriter, metadata: Metadata, re
         writer.finish(metadata, results)
         (work / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     except OSError as error:
-        raise ModelError(f"{work.name}: the checkpoint's metadata cannot be written: {error.strerror}") from error
+        raise ModelError(f"{work}: the checkpoint's metadata cannot be written: {error.strerror}") from error
 
 
 def _write_file(

@@ -6,14 +6,20 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from parallel_launch import run_ranks
 from safetensors.torch import load_file, save_file
 
 from megatron_fr.bridge import load_hf_weights, read_hf_config
+from megatron_fr.bridge.inspect import inspect_folder
 from megatron_fr.bridge.save import save_hf_folder
+from megatron_fr.bridge.to_hf import convert_megatron_to_hf
+from megatron_fr.bridge.to_megatron import convert_hf_to_megatron
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import ModelError
 from megatron_fr.tiny import make_untrained
@@ -72,7 +78,47 @@ def test_a_configuration_that_is_no_json_is_a_model_error(folder: Path) -> None:
 def test_an_unknown_architecture_is_named(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen9ForCausalLM"]}))
-    assert "Qwen9ForCausalLM" in _load_error(folder)
+    with pytest.raises(ModelError, match=r"config\.json: model architecture \['Qwen9ForCausalLM'\] has no mapping"):
+        read_hf_config(folder)
+
+
+def test_of_a_hub_name_no_weights_are_fetched_for_the_configuration(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub is played by its client's own filter over a repository's names."""
+    small = {path.name for path in source.iterdir()} - {"model.safetensors"} | {"merges.txt", "chat_template.jinja"}
+    extra = {"model.safetensors.index.json", "model-1.safetensors", "model.gguf", "README.md", "onnx/config.json"}
+    seen: list[set[str]] = []
+
+    def snapshot_download(repo_id: str, *, allow_patterns: Any = None, ignore_patterns: Any = None) -> str:
+        assert repo_id == "someone/model"
+        names = small | extra | {"model.safetensors"}
+        kept = filter_repo_objects(sorted(names), allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        seen.append(set(kept))
+        return str(source)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert read_hf_config("someone/model").num_experts == 8
+    checkpoint = convert_hf_to_megatron("someone/model", tmp_path / "megatron")
+    convert_megatron_to_hf(checkpoint, tmp_path / "hf", hf_dir="someone/model")
+    assert {"model.safetensors", "model-1.safetensors"} <= seen[1]
+    assert [seen[0], seen[2]] == [small, small]
+
+
+def test_a_quantised_folder_is_described_and_refused_as_the_source_of_weights(folder: Path) -> None:
+    assert "float8" not in inspect_folder(folder)
+    tensors, name = load_file(folder / "model.safetensors"), "model.layers.0.self_attn.q_proj.weight"
+    eight = tensors | {name: tensors[name].to(torch.float8_e4m3fn)}
+    scales = {f"{name}_scale": torch.ones(()), name.replace("weight", "input_scale"): torch.ones(())}
+    _rewrite(folder, eight | scales)
+    config = json.loads((folder / "config.json").read_text())
+    quantisation = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantisation}))
+    assert "quantised: 1 float8 tensors, each with its scale" in inspect_folder(folder)
+    assert "q_proj.input_scale' is the scale of a quantised one; give the folder that was" in _load_error(folder)
+    _rewrite(folder, eight)
+    with pytest.raises(ModelError, match=rf"model\.safetensors: tensor '{name}' is float8 and has no scale"):
+        inspect_folder(folder)
 
 
 def test_a_truncated_weight_file_is_named(folder: Path) -> None:

@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_disk import SmallDisk
 
 from megatron_fr import quantize
+from megatron_fr.bridge.inspect import inspect_folder
+from megatron_fr.bridge.quantized import check_quantized
 from megatron_fr.device import prepare_process, resolve_device
 from megatron_fr.errors import ModelError
-from megatron_fr.quantize import check_quantized, load_quantized, read_calibration
+from megatron_fr.quantize import load_quantized, read_calibration
 from megatron_fr.rollout.state import Counters, RolloutState, encode_state
 from megatron_fr.tiny import make_untrained
 from megatron_fr.trajectory import Trajectory
@@ -45,6 +48,7 @@ def test_the_exported_folder_loads_again_with_router_and_head_left_out_and_its_e
     assert 0 < float(error[1]) < 0.5
     assert float(error[1]) <= float(error[2])
     assert check_quantized(out) == 2 * (4 + 3 * 8)  # q, k, v, o and eight experts of two layers
+    assert "56 float8 tensors, each with its scale" in inspect_folder(out)
     assert {file.name for file in model.iterdir()} <= {file.name for file in out.iterdir()}
     config = json.loads((out / "config.json").read_text())
     assert config["quantization_config"]["quant_method"]
@@ -111,13 +115,41 @@ def test_a_folder_that_cannot_be_read_back_replaces_none(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(quantize, "load_quantized", damaged)
     with pytest.raises(ModelError, match="has no scale"):
-        quantize.quantize_hf(model, out, [torch.arange(48)[None]])
+        quantize.quantize_hf(model, out, [torch.arange(48)[None]], overwrite=True)
     assert [file.name for file in tmp_path.iterdir() if file != model] == ["fp8"]
     assert sorted(file.name for file in out.iterdir()) == ["config.json", "good"]
     before = {file.name: file.read_bytes() for file in model.iterdir()}
     with pytest.raises(ModelError, match=r"would be replaced, and .*, which is read, with it"):
         quantize.quantize_hf(model, model, [torch.arange(48)[None]])
     assert {file.name: file.read_bytes() for file in model.iterdir()} == before
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_error_that_names_the_file(tmp_path: Path, small_disk: SmallDisk) -> None:
+    model, out = make_untrained(tmp_path / "model", family="qwen3"), small_disk.folder / "fp8"
+    for room, name in ((100_000, r"\*\.safetensors"), (375_000, r"\w+\.json")):  # of 361 kB and 30 kB
+        small_disk.fill(but=room)
+        with pytest.raises(
+            ModelError, match=rf"fp8/{name} cannot be (written|copied to .*): .*No space left on device"
+        ):
+            quantize.quantize_hf(model, out, [torch.arange(48)[None]])
+        small_disk.empty()
+        assert list(small_disk.folder.iterdir()) == []
+
+
+def test_a_damaged_model_folder_and_a_target_in_use_are_refused_before_calibration(tmp_path: Path) -> None:
+    model, out = make_untrained(tmp_path / "model", family="qwen3"), tmp_path / "fp8"
+    weights = model / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1000])
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged or incomplete: tensor '.*' should end at"):
+        quantize.quantize_hf(model, out, [])
+    assert not out.exists()
+    weights.write_bytes(whole)
+    out.mkdir()
+    (out / "config.json").write_text("of an earlier export")
+    with pytest.raises(ModelError, match=r"fp8 exists and holds config\.json and 0 more; .* --overwrite"):
+        quantize.quantize_hf(model, out, [])
 
 
 @pytest.mark.parametrize(
