@@ -2,9 +2,9 @@
 
 Parameters are counted exactly, from the bridge's tables. Gradients are float32 buffers of the same size. AdamW keeps
 two float32 moments, and beside bfloat16 weights a float32 copy, sharded over data-parallel ranks by the distributed
-optimizer. Activations and the head are estimates, of full micro-batches: :func:`activation_bytes` and
-:func:`head_bytes` say of what. A rank fits when nine tenths of its memory hold the sum, which leaves room for
-communication buffers and fragmentation.
+optimizer. Activations, the head and the batch are estimates, of full-length trajectories: :func:`activation_bytes`,
+:func:`head_bytes` and :func:`batch_bytes` say of what. A rank fits when nine tenths of its memory hold the sum, which
+leaves room for communication buffers and fragmentation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from megatron_fr.bridge.registry import family_of, is_tied
 from megatron_fr.config import RunConfig
 from megatron_fr.config.sections import ParallelConfig
 from megatron_fr.errors import ConfigError
-from megatron_fr.trainer.supported import check_layout, check_model
+from megatron_fr.trainer.packing import plan_micro_batches
+from megatron_fr.trainer.supported import check_layout, check_model, uses_sequence_parallel
 
 USABLE = 0.9
 #: Elements of the head's float32 scratch on a GPU (``trainer/logprob.py``).
@@ -43,6 +44,7 @@ class RankMemory:
         optimizer: this rank's share of Adam's moments and of the float32 copy.
         activations: :func:`activation_bytes`.
         head: :func:`head_bytes`; 0 on all pipeline stages but the last.
+        batch: :func:`batch_bytes`.
     """
 
     parallel: ParallelConfig
@@ -53,11 +55,12 @@ class RankMemory:
     optimizer: int
     activations: int
     head: int
+    batch: int
 
     @property
     def total(self) -> int:
         """Bytes."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.head
+        return self.weights + self.gradients + self.optimizer + self.activations + self.head + self.batch
 
 
 def count_parameters(hf_config: Any, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
@@ -115,6 +118,7 @@ def rank_memory(hf_config: Any, config: RunConfig, parallel: ParallelConfig) -> 
                 optimizer=-(-dense // shard) * state + -(-experts // expert_shard) * state,
                 activations=activation_bytes(hf_config, config, parallel, stage),
                 head=head_bytes(hf_config, config, parallel) if stage == parallel.pipeline - 1 else 0,
+                batch=batch_bytes(hf_config, config, parallel),
             )
         )
     return max(stages, key=lambda memory: memory.total)
@@ -123,41 +127,48 @@ def rank_memory(hf_config: Any, config: RunConfig, parallel: ParallelConfig) -> 
 def activation_bytes(hf_config: Any, config: RunConfig, parallel: ParallelConfig, stage: int) -> int:
     """What the layers of pipeline stage ``stage`` keep for their backward, in bytes.
 
-    A layer keeps, in the model's dtype, for each token of a micro-batch: queries, keys, values and the attention's
-    output; four tensors of the hidden size (two norms' inputs and outputs); gate, up and their product of a dense MLP,
-    or for each of the ``top_k`` experts the token's copy, these three, and the expert's output. Flash attention keeps
-    no scores. TP divides what lies between its pairs of matrices; sequence parallelism divides the rest, too.
+    A layer keeps, in the model's dtype, for each token of a micro-batch: the output of the projection to queries, keys
+    and values, rotated queries and keys, the attention's output, and the queries once more where they are normalised;
+    four tensors of the hidden size (two norms' inputs and outputs); gate, up and their product of a dense MLP, or for
+    each of the ``top_k`` experts the token's copy and these three. Experts are taken to get equally many tokens; where
+    they are split over ``expert_tensor`` ranks, each of these gets the tokens of all. Flash attention keeps no scores.
+    TP divides what lies between its pairs of matrices; sequence parallelism divides the rest, too. One layer at a time
+    is in its backward, which has the gradients of its MLP's product and output besides.
 
     Of the micro-batches, stage ``s`` of ``PP`` has ``PP - s`` in flight under 1F1B; the interleaved schedule has
-    ``2 (PP - 1 - s) + (VPP - 1) PP + 1`` of one ``VPP``-th of the stage's layers. With ``recompute=full`` those in
-    flight keep only each layer's input, and one layer at a time is whole.
+    ``2 (PP - 1 - s) + (VPP - 1) PP + 1`` of one ``VPP``-th of the stage's layers; never more than there are. With
+    ``recompute=full`` those in flight keep only each layer's input, and one layer at a time is whole.
     """
     dims, width = Dims.from_hf(hf_config), _DTYPE_BYTES[config.model.dtype]
-    tokens = _micro_batch_tokens(config) // parallel.context
-    sequence = parallel.tensor if dims.experts or parallel.sequence_parallel else 1
+    batches = _micro_batches(config, parallel)
+    sequence = parallel.tensor if uses_sequence_parallel(hf_config, parallel) else 1
     layers = stage_layers(dims, parallel, stage)
     each, moe = len(layers), sum(layer in dims.moe_layers for layer in layers)
-    attention = (dims.q_size * 2 + dims.kv_size * 2) / parallel.tensor + 4 * dims.hidden / sequence
-    dense = attention + 3 * dims.ffn / parallel.tensor
-    # Every token goes to top_k experts: its copy, gate, up and their product, and the expert's output.
-    routed = attention + dims.top_k * (2 * dims.hidden + 3 * dims.moe_ffn / parallel.expert_tensor) / sequence
+    queries = 4 if family_of(hf_config).qk_norm else 3
+    attention = (dims.q_size * queries + dims.kv_size * 3) / parallel.tensor + 4 * dims.hidden / sequence
+    copy, inner = dims.hidden / sequence, dims.ffn / parallel.tensor
+    dense, dense_work = attention + 3 * inner, inner + copy
+    copies, inner = dims.top_k * copy * parallel.expert_tensor, dims.top_k * dims.moe_ffn / sequence
+    routed, routed_work = attention + copies + 3 * inner, inner + copies
+    work = max(dense_work if moe < each else 0, routed_work if moe else 0)
     virtual = parallel.virtual_pipeline
-    in_flight: float = parallel.pipeline - stage
+    chunks = parallel.pipeline - stage
     if virtual > 1:
-        in_flight = (2 * (parallel.pipeline - 1 - stage) + (virtual - 1) * parallel.pipeline + 1) / virtual
+        chunks = 2 * (parallel.pipeline - 1 - stage) + (virtual - 1) * parallel.pipeline + 1
+    in_flight = min(chunks, batches.number * virtual) / virtual
     if config.train.recompute == "full":
         one_layer = max(dense if moe < each else 0, routed if moe else 0)
-        per_token = each * dims.hidden / sequence * in_flight + one_layer
+        per_token = each * dims.hidden / sequence * in_flight + one_layer + work
     else:
-        per_token = ((each - moe) * dense + moe * routed) * in_flight
-    return int(per_token * tokens * width)
+        per_token = ((each - moe) * dense + moe * routed) * in_flight + work
+    return int(per_token * (batches.tokens // parallel.context) * width)
 
 
 def head_bytes(hf_config: Any, config: RunConfig, parallel: ParallelConfig) -> int:
     """What the head holds at its peak, in its backward, on a rank of the last pipeline stage; in bytes.
 
-    Only action tokens go through the head, ``N`` of them: at most ``max_new_tokens`` of each trajectory of a padded
-    micro-batch, and in the worst case all tokens of a packed one; under CP the rank that holds most of them. With
+    Only action tokens go through the head, ``N`` of them: at most ``max_new_tokens`` of each trajectory, which in the
+    worst case is all tokens of a packed micro-batch; under CP the rank that holds most of them. With
     ``W`` rows of the vocabulary here (padded vocabulary / TP), in the model's dtype:
 
     - ``logprob_mode=keep``: logits ``[N, W]``; the backward writes their gradient over them;
@@ -169,11 +180,8 @@ def head_bytes(hf_config: Any, config: RunConfig, parallel: ParallelConfig) -> i
     One micro-batch: the last stage runs a micro-batch's backward right after its forward.
     """
     dims, width = Dims.from_hf(hf_config), _DTYPE_BYTES[config.model.dtype]
-    tokens = _micro_batch_tokens(config)
-    actions = tokens
-    if config.train.max_tokens_per_micro_batch is None:
-        actions = config.train.micro_batch_size * config.rollout.max_new_tokens
-    actions = min(actions, tokens // parallel.context)
+    batches = _micro_batches(config, parallel)
+    actions = min(batches.rows * config.rollout.max_new_tokens, batches.tokens // parallel.context)
     rows = dims.padded_vocab(parallel.tensor) // parallel.tensor
     keep = config.train.logprob_mode == "keep"
     logits = (actions if keep else min(actions, config.train.logprob_chunk_tokens)) * rows
@@ -181,10 +189,62 @@ def head_bytes(hf_config: Any, config: RunConfig, parallel: ParallelConfig) -> i
     return logits * width + hidden + rows * dims.hidden * width + min(logits, SCRATCH) * 4
 
 
-def _micro_batch_tokens(config: RunConfig) -> int:
-    """Of a full micro-batch, over all CP ranks; a packed one holds at least the longest trajectory."""
-    longest, packed = config.rollout.max_context, config.train.max_tokens_per_micro_batch
-    return max(longest, packed) if packed is not None else config.train.micro_batch_size * longest
+def batch_bytes(hf_config: Any, config: RunConfig, parallel: ParallelConfig) -> int:
+    """An update's trajectories on one rank, all of full length; in bytes.
+
+    They are on the device for the whole update: ids, targets and positions in int64, masks, log-probabilities and
+    versions, and for routing replay each token's experts in int64, of all layers on every pipeline stage.
+    """
+    dims = Dims.from_hf(hf_config)
+    tokens = _share(config, parallel) * config.rollout.max_context // parallel.context
+    token = 3 * 8 + 2 * 1 + 2 * 4
+    if config.train.max_tokens_per_micro_batch is not None:
+        token += 8 + 1  # where each trajectory's tokens are
+    routes = 0
+    if config.train.routing_replay == "rollout" and dims.moe_layers:
+        routes = 8 * len(dims.moe_layers) * dims.top_k + 2 * 1
+    sequence = parallel.tensor if uses_sequence_parallel(hf_config, parallel) else 1
+    return tokens * token + tokens // sequence * routes
+
+
+@dataclass(frozen=True)
+class _MicroBatches:
+    """Of one rank in an update of full-length trajectories.
+
+    Attributes:
+        number: of micro-batches, at most.
+        rows: trajectories in each, at most.
+        tokens: in each, at most; over all CP ranks.
+    """
+
+    number: int
+    rows: int
+    tokens: int
+
+
+def _micro_batches(config: RunConfig, parallel: ParallelConfig) -> _MicroBatches:
+    longest, packed, share = (
+        config.rollout.max_context,
+        config.train.max_tokens_per_micro_batch,
+        _share(config, parallel),
+    )
+    if packed is not None:
+        # Each holds at least one trajectory, of any length.
+        return _MicroBatches(share, share, min(max(longest, packed), share * longest))
+    parts = plan_micro_batches(
+        [[longest] * share],
+        0,
+        micro_batch_size=config.train.micro_batch_size,
+        max_tokens=None,
+        multiple_of=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
+    )
+    rows = max(len(part) for part in parts)
+    return _MicroBatches(len(parts), rows, rows * longest)
+
+
+def _share(config: RunConfig, parallel: ParallelConfig) -> int:
+    """Trajectories of one data-parallel rank, at most."""
+    return -(-config.train.batch_size // parallel.data)
 
 
 def legal_layouts(hf_config: Any, config: RunConfig, world_size: int) -> list[ParallelConfig]:
@@ -236,25 +296,39 @@ def render(config: RunConfig, gpus: int | None, gpu_memory_gb: float) -> str:
     sync = sum(spec.num_bytes for spec in specs)
     token = 2 * dims.layers * dims.kv_size * width // min(config.rollout.engine_tensor, dims.kv_heads)
     contexts = -(-config.rollout.runners // config.rollout.engines) * config.rollout.max_context
-    engine = sync / config.rollout.engine_tensor + token * contexts
+    engine_weights = sync / config.rollout.engine_tensor
     usable = gpu_memory_gb * USABLE * 1e9
+    if engine_weights + token * config.rollout.max_context > usable:
+        engine = "weights and one trajectory do not fit; raise rollout.engine_tensor"
+    elif engine_weights + token * contexts > usable:
+        engine = "does not fit at once; runners will wait for room"
+    else:
+        engine = "fits"
     lines = [
         f"{hf_config.architectures[0]}: {sync // width:,} parameters, {config.model.dtype}",
         f"weight sync: {sync / 1e9:.2f} GB an update to each engine",
-        f"engine GPU: weights {sync / config.rollout.engine_tensor / 1e9:.2f} GB, KV cache {token:,} bytes a token, "
-        f"{token * contexts / 1e9:.2f} GB for all runners at full length: "
-        + ("fits" if engine <= usable else "does not fit at once; runners will wait for room"),
+        f"engine GPU: weights {engine_weights / 1e9:.2f} GB, KV cache {token:,} bytes a token, "
+        f"{token * contexts / 1e9:.2f} GB for all runners at full length: {engine}",
         "trainer GPU, GB:",
-        "  TP  EP  PP  CP  DP      parameters   weights  gradients  optimizer  activations    head   total  fits",
+        "  TP  EP  PP  CP  DP      parameters   weights  gradients  optimizer  activations    head   batch   total"
+        "  fits",
     ]
     found = sorted((rank_memory(hf_config, config, layout) for layout in layouts), key=lambda memory: memory.total)
     for memory in found:
         p = memory.parallel
-        parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.head, memory.total)
+        parts = (
+            memory.weights,
+            memory.gradients,
+            memory.optimizer,
+            memory.activations,
+            memory.head,
+            memory.batch,
+            memory.total,
+        )
         gb = [f"{part / 1e9:.2f}" for part in parts]
         lines.append(
             f"{p.tensor:4}{p.expert:4}{p.pipeline:4}{p.context:4}{p.data:4}"
             f"{memory.dense_parameters + memory.expert_parameters:16,}{gb[0]:>10}{gb[1]:>11}{gb[2]:>11}{gb[3]:>13}"
-            f"{gb[4]:>8}{gb[5]:>8}  {'yes' if memory.total <= usable else 'no'}"
+            f"{gb[4]:>8}{gb[5]:>8}{gb[6]:>8}  {'yes' if memory.total <= usable else 'no'}"
         )
     return "\n".join(lines)

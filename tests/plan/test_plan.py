@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -19,13 +20,15 @@ from megatron_fr.bridge import hf_tensor_specs, read_hf_config
 from megatron_fr.cli import main
 from megatron_fr.config import RunConfig
 from megatron_fr.config.sections import ParallelConfig
-from megatron_fr.device import prepare_process, resolve_device
+from megatron_fr.device import resolve_device
 from megatron_fr.errors import ConfigError
-from megatron_fr.plan import activation_bytes, count_parameters, head_bytes, legal_layouts, rank_memory
+from megatron_fr.plan import activation_bytes, batch_bytes, count_parameters, head_bytes, legal_layouts, rank_memory
 from megatron_fr.tiny import make_untrained
 from megatron_fr.tiny.model import Family, tiny_config
+from megatron_fr.trainer.batch import BatchLayout, RouteShape, build_micro_batch
 from megatron_fr.trainer.logprob import LogprobSettings, head_logprobs
 from megatron_fr.trainer.model import build_transformer_config
+from megatron_fr.trajectory import NO_VERSION, Trajectory
 
 DENSE: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 28}
 SMALL = DENSE | {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}
@@ -116,6 +119,69 @@ def test_interleaved_stages_take_turns_at_the_layers() -> None:
     assert narrow[0] / 2 < narrow[1] / 2.5  # in flight: 2, and 5 halves
 
 
+def kept_by_real_layers(jobs: list[tuple[Path, dict[str, int]]], tokens: int) -> list[float]:
+    """Elements per token of what the decoder's forward saves for its backward, in tensors of the model's dtype."""
+    answers = []
+    for folder, layout in jobs:
+        config, device = initialize_layout(folder, layout)
+        from megatron.core import parallel_state
+
+        from megatron_fr.trainer.model import build_model
+
+        chunk = build_model(read_hf_config(folder), config, device, routing_replay=False)[0]
+        parameters = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
+        kept: dict[int, torch.Tensor] = {}  # alive until counted, so that no address is used twice
+
+        def keep(tensor: torch.Tensor, parameters: set[int] = parameters, kept: Any = kept) -> torch.Tensor:
+            if tensor.untyped_storage().data_ptr() not in parameters and tensor.dtype is torch.float32:
+                kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        for parameter in chunk.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        ranks = layout.get("tensor", 1) if chunk.config.sequence_parallel else 1
+        hidden = torch.randn(tokens // ranks, 1, chunk.config.hidden_size, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            chunk.decoder(hidden, attention_mask=None, rotary_pos_emb=chunk.rotary_pos_emb(tokens))
+        answers.append(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / 4 / tokens)
+        parallel_state.destroy_model_parallel()
+    return answers
+
+
+@pytest.mark.slow
+def test_layers_keep_what_real_ones_keep(tmp_path: Path) -> None:
+    """One layer's share, as the difference that a second layer makes, here and in Megatron's local layers."""
+    tokens, hidden, ffn, head_dim, q, kv, inner = 128, 256, 640, 64, 512, 256, 4 * 192
+    sizes = {"hidden_size": hidden, "intermediate_size": ffn, "num_attention_heads": 8, "num_key_value_heads": 4}
+    experts = {"head_dim": head_dim, "moe_intermediate_size": 192, "num_experts_per_tok": 4}
+    models: dict[str, list[Any]] = {
+        "dense": [tiny("qwen2", num_layers=n, **sizes, head_dim=head_dim) for n in (1, 2)],
+        "moe": [tiny("qwen3_moe", num_layers=n, **sizes, **experts) for n in (1, 2)],
+    }
+    for name, pair in models.items():
+        for model in pair:
+            model.save_pretrained(tmp_path / f"{name}{model.num_hidden_layers}")
+    layouts: list[tuple[str, dict[str, int]]] = [
+        ("dense", {}),
+        ("moe", {}),
+        ("moe", {"tensor": 2}),
+        ("moe", {"tensor": 2, "expert_tensor": 2}),
+    ]
+    jobs = [(tmp_path / f"{name}{layers}", layout) for name, layout in layouts for layers in (1, 2)]
+    real = run_ranks(kept_by_real_layers, 2, jobs=jobs, tokens=tokens)[0]
+    rollout = {"max_context": tokens, "max_new_tokens": tokens // 2}
+    config = run_config(
+        model={"dtype": "float32"}, rollout=rollout, train={"micro_batch_size": 1}, sync={"probe_tokens": 4}
+    )
+    for i, (name, layout) in enumerate(layouts):
+        parallel, ranks = ParallelConfig(world_size=2, **layout), layout.get("tensor", 1)
+        one, two = (activation_bytes(model, config, parallel, 0) / 4 / tokens for model in models[name])
+        # What only unfused layers keep: normalised inputs of norms, the rotation's factors, the steps of SwiGLU.
+        norms = 2 * hidden + (q + kv if name == "moe" else 0)
+        unfused = norms / ranks + 4 * head_dim + (3 * inner / ranks if name == "moe" else 2 * ffn)
+        assert real[2 * i + 1] - real[2 * i] == pytest.approx(two - one + unfused, rel=0.01), (name, layout)
+
+
 @pytest.mark.slow
 def test_counts_equal_those_of_built_models_on_every_rank(tmp_path: Path) -> None:
     moe = make_untrained(tmp_path / "moe", vocab_size=515)
@@ -191,13 +257,58 @@ def test_the_heads_peak_is_that_of_a_real_head(mode: Literal["keep", "recompute"
 def test_recomputation_keeps_inputs_in_flight_and_one_whole_layer_at_a_time() -> None:
     model = PUBLISHED["Qwen2.5-7B-Instruct"]
     stages = ParallelConfig(world_size=4, pipeline=4)
-    layer = 3584 * 2 + 512 * 2 + 4 * 3584 + 3 * 18944
+    layer = 3584 * 3 + 512 * 3 + 4 * 3584 + 3 * 18944
+    work = 18944 + 3584
     kept = [activation_bytes(model, run_config(), stages, stage) for stage in range(4)]
-    assert kept == [7 * layer * 2000 * 2 * flight for flight in (4, 3, 2, 1)]
+    assert kept == [(7 * layer * flight + work) * 2000 * 2 for flight in (4, 3, 2, 1)]
     full = run_config(train={"recompute": "full"})
-    assert activation_bytes(model, full, stages, 0) == (7 * 3584 * 4 + layer) * 2000 * 2
+    assert activation_bytes(model, full, stages, 0) == (7 * 3584 * 4 + layer + work) * 2000 * 2
     interleaved = ParallelConfig(world_size=4, pipeline=4, virtual_pipeline=7)
-    assert activation_bytes(model, run_config(), interleaved, 0) == layer * 2000 * 2 * (2 * 3 + 6 * 4 + 1)
+    assert activation_bytes(model, run_config(), interleaved, 0) == (layer * (2 * 3 + 6 * 4 + 1) + work) * 2000 * 2
+    # No more are in flight than the rank has: two micro-batches, and four where interleaving wants a multiple of PP.
+    few = run_config(train={"batch_size": 4})
+    kept = [activation_bytes(model, few, stages, stage) for stage in range(4)]
+    assert kept == [(7 * layer * flight + work) * 2000 * 2 for flight in (2, 2, 2, 1)]
+    assert activation_bytes(model, few, interleaved, 0) == (layer * 7 * 4 + work) * 1000 * 2
+
+
+def test_a_micro_batch_is_no_larger_than_a_ranks_share_of_the_batch() -> None:
+    model, ranks = PUBLISHED["Qwen2.5-7B-Instruct"], ParallelConfig(world_size=4)
+    share = run_config(train={"batch_size": 8, "micro_batch_size": 2})
+    for train in ({"micro_batch_size": 8}, {"max_tokens_per_micro_batch": 1_000_000}):
+        wanted = run_config(train={"batch_size": 8, **train})
+        assert head_bytes(model, wanted, ranks) == head_bytes(model, share, ranks)
+        assert activation_bytes(model, wanted, ranks, 0) == activation_bytes(model, share, ranks, 0)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_batch_is_what_a_real_one_takes(packed: bool) -> None:
+    model, length, count = tiny("qwen3_moe", num_layers=4, mlp_only_layers=[0]), 257, 4
+    routes = np.broadcast_to(np.arange(2, dtype=np.uint8), (length - 1, 3, 2))
+    mask = np.arange(length) > 50
+    trajectories = [
+        Trajectory(
+            id=str(i),
+            prompt_id=str(i),
+            group_id=str(i),
+            tokens=np.ones(length, np.int32),
+            action_mask=mask,
+            behavior_logprobs=np.where(mask, -1, 0).astype(np.float32),
+            versions=np.where(mask, 0, NO_VERSION).astype(np.int32),
+            routed_experts=routes,
+            reward=1.0,
+        )
+        for i in range(count)
+    ]
+    # Three layers have experts. One TP and CP rank's part.
+    layout = BatchLayout(packed=packed, sequence_size=2, context_size=2)
+    batch = build_micro_batch(trajectories, [1.0] * count, layout=layout, route_shape=RouteShape(3, 2, 8))
+    parts = [vars(batch), *(vars(part) for part in (batch.routes, batch.rows) if part is not None)]
+    real = sum(value.nbytes for part in parts for value in part.values() if isinstance(value, torch.Tensor))
+    train = {"batch_size": count, "max_tokens_per_micro_batch": 10_000 if packed else None}
+    config = run_config(train=train, rollout={"max_context": length, "max_new_tokens": 200})
+    planned = batch_bytes(model, config, ParallelConfig(world_size=4, tensor=2, context=2))
+    assert real <= planned < 1.01 * real
 
 
 def test_every_layout_listed_divides_the_model_and_the_ranks() -> None:
@@ -209,7 +320,6 @@ def test_every_layout_listed_divides_the_model_and_the_ranks() -> None:
 def test_layouts_keep_what_else_the_configuration_says_and_are_those_that_the_trainer_accepts() -> None:
     """Against every combination, asked of the configuration and of Megatron-Core one by one."""
     device = resolve_device("cpu")
-    prepare_process(device)
     model = tiny("qwen3_moe", num_layers=4, mlp_only_layers=[0])
     kept = {"world_size": 8, "expert_tensor": 2, "virtual_pipeline": 2, "distributed_optimizer": False}
     config = run_config(train={"batch_size": 2}, parallel=kept | {"pipeline": 2, "context": 4})
@@ -296,18 +406,35 @@ def test_what_the_trainer_refuses_is_refused_with_its_error(
 
 
 def test_the_command_prints_each_layout_and_whether_it_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "model").mkdir()
-    PUBLISHED["Qwen3-30B-A3B"].save_pretrained(tmp_path / "model")
-    run = {
-        "model": {"path": str(tmp_path / "model")},
-        "train": {"num_updates": 1, "batch_size": 128, "micro_batch_size": 1, "recompute": "full"},
-        "reward": {"function": "unused:unused"},
-        "data": {"train": "unused.jsonl"},
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
-    assert main(["plan", "--config", str(tmp_path / "run.yaml"), "--gpus", "8", "--gpu-memory", "80"]) == 0
+    train = {"micro_batch_size": 1, "recompute": "full"}
+    rollout = {"max_context": 8192, "max_new_tokens": 4096}
+    arguments = ("--gpus", "8", "--gpu-memory", "80")
+    assert plan(tmp_path, PUBLISHED["Qwen3-30B-A3B"], *arguments, train=train, rollout=rollout) == 0
     text = capsys.readouterr().out
     assert "30,532,122,624 parameters" in text
     assert "weight sync: 61.06 GB" in text
+    # Keys and values of 48 layers, 4 heads of 128, in bfloat16; 64 runners.
+    assert "KV cache 98,304 bytes a token, 51.54 GB for all runners at full length: does not fit at once;" in text
     verdicts = {line.split()[-1] for line in text.splitlines() if line.split()[-1] in ("yes", "no")}
     assert verdicts == {"yes", "no"}
+    # 8 ranks with 16 experts each; 1.541 billion other parameters, whose 12 bytes of optimizer state 8 ranks share;
+    # inputs of 48 layers and one layer in its backward, 8192 tokens; logits of 4096; 16 trajectories with their routes.
+    row = next(line.split() for line in text.splitlines() if line.split()[:5] == ["1", "8", "1", "1", "8"])
+    assert row[5:10] == ["5,164,972,032", "10.33", "20.66", "45.80", "2.98"]
+    assert row[10:] == ["2.03", "0.41", "82.21", "no"]
+
+
+@pytest.mark.parametrize(
+    ("memory", "runners", "verdict"),
+    [
+        ("80", 64, "does not fit at once; runners will wait for room"),
+        ("80", 8, "fits"),
+        ("68", 64, "weights and one trajectory do not fit; raise rollout.engine_tensor"),
+    ],
+)
+def test_an_engine_fits_with_all_runners_with_some_or_not_at_all(
+    memory: str, runners: int, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rollout = {"max_context": 8192, "runners": runners}  # 0.8 GB each, beside 61 GB of weights
+    assert plan(tmp_path, PUBLISHED["Qwen3-30B-A3B"], "--gpu-memory", memory, rollout=rollout) == 0
+    assert capsys.readouterr().out.splitlines()[2].endswith(f": {verdict}")
