@@ -5,6 +5,9 @@
 model's configuration and tokenizer, for conversion) and, written last, ``manifest.json`` with the size and SHA-256 of
 every other file. A folder has its final name only when it is complete. Until then it is ``update-000040.tmp``, and the
 process that writes it holds a lock in it, by which a later start tells a left-over from another run's folder.
+
+Other names: ``update-000040.abandoned-1`` was newer than the one that a run went on from, and is for people to look at
+or to rename back; ``update-000040.deleted`` is on its way out.
 """
 
 from __future__ import annotations
@@ -12,26 +15,33 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_fr.errors import CheckpointError
+from megatron_fr.checkpoint_manifest import (
+    MANIFEST_FILE,
+    RUN_FILE,
+    Entry,
+    SumCheck,
+    check_sizes,
+    sync_folder,
+    write_manifest,
+)
+from megatron_fr.errors import CheckpointError, UnreadableCheckpointError
 
 FOLDER = "training_state"
-RUN_FILE = "run.json"
 ROLLOUT_FILE = "rollout.state"
-MANIFEST_FILE = "manifest.json"
 _NAME = re.compile(r"^update-(\d{6,})$")
 _WORK_SUFFIX = ".tmp"
 _WORK_NAME = re.compile(r"^update-\d{6,}\.tmp$")
+DELETED_SUFFIX = ".deleted"
+_DELETED_NAME = re.compile(r"^update-\d{6,}\.deleted$")
 _LOCK_FILE = ".writing"
 #: What flock answers on file systems that are mounted without it.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
@@ -101,19 +111,59 @@ def work_folder(output: Path, update: int) -> tuple[Path, IO[str] | None]:
 
 
 def remove_unfinished(output: Path, say: Callable[[str], None] = print) -> None:
-    """Delete what killed saves of earlier runs left; a folder that a live process writes stays. Both are said."""
-    root = output / FOLDER
-    for work in sorted(p for p in root.iterdir() if _WORK_NAME.match(p.name)) if root.is_dir() else []:
+    """Deal with what killed runs left, and say so: a save that was through but for its name gets that, others go.
+
+    A folder that a live process writes stays.
+    """
+    try:
+        works, deleted = _matching(output, _WORK_NAME), _matching(output, _DELETED_NAME)
+    except OSError as error:
+        say(f"left unfinished checkpoints in {output / FOLDER} alone: {error}")
+        return
+    for work in works:
         try:
             lock = _try_lock(work)
             if lock is None:
                 say(f"left {work} alone: without file locks here, it may be another run's; delete it if it is not")
                 continue
             with lock:
+                if _name_if_complete(work, say):
+                    continue
                 _empty(work)
             # Without the lock: NFS keeps a deleted file that is open under another name, and the folder with it.
             shutil.rmtree(work)
             say(f"removed {work}, an unfinished checkpoint of an earlier run")
+        except (CheckpointError, OSError) as error:
+            say(f"left {work} alone: {error}")
+    for folder in deleted:
+        try:
+            shutil.rmtree(folder)
+            say(f"removed {folder}, which an earlier run was about to delete")
+        except OSError as error:
+            say(f"left {folder} alone: {error}")
+
+
+def _name_if_complete(work: Path, say: Callable[[str], None]) -> bool:
+    """Give a folder its final name if only that is missing; its lock is held."""
+    try:
+        check_sizes(work)
+    except UnreadableCheckpointError:
+        raise
+    except CheckpointError:
+        return False
+    say(f"named {_give_name(work)}, which an earlier run was killed before naming")
+    return True
+
+
+def _name_complete(output: Path, say: Callable[[str], None]) -> None:
+    for work in _matching(output, _WORK_NAME):
+        if not (work / MANIFEST_FILE).exists():
+            continue
+        try:
+            lock = _try_lock(work)
+            if lock is not None:
+                with lock:
+                    _name_if_complete(work, say)
         except (CheckpointError, OSError) as error:
             say(f"left {work} alone: {error}")
 
@@ -149,117 +199,170 @@ def _try_lock(work: Path) -> IO[str] | None:
     return file
 
 
-def complete(work: Path) -> Path:
-    """Write the manifest and give the folder its final name.
+def complete(work: Path, known: Mapping[str, Entry] | None = None) -> Path:
+    """Write the manifest, bring everything to the disk and give the folder its final name.
+
+    Args:
+        known: manifest entries of files that their writers have described and brought to the disk.
 
     Raises:
         OSError: the disk is full or gone; the folder keeps its temporary name.
     """
-    files = sorted(path for path in work.rglob("*") if path.is_file() and path.name != _LOCK_FILE)
-    entries = dict(zip((str(p.relative_to(work)) for p in files), _in_threads(_describe, files), strict=True))
-    manifest = work / MANIFEST_FILE
-    with manifest.open("w") as file:
-        json.dump({"files": entries}, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
+    write_manifest(work, known or {}, ignored=_LOCK_FILE)
+    return _give_name(work)
+
+
+def _give_name(work: Path) -> Path:
+    """At every moment one complete folder of this update exists, under its final name or one that gets it again."""
     final = work.with_suffix("")
-    if final.exists():  # the same update again, after an older or damaged one was gone on from
-        shutil.rmtree(final)
-    os.rename(work, final)
-    _sync_folder(final.parent)
+    replaced = rename_aside(final) if final.exists() else None
+    try:
+        os.rename(work, final)
+    except OSError:
+        if replaced is not None:
+            os.rename(replaced, final)
+        raise
+    sync_folder(final.parent)
     with contextlib.suppress(OSError):  # nothing looks at it in a folder with a final name
         (final / _LOCK_FILE).unlink(missing_ok=True)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)  # what stays of it has a name that nothing goes on from
     return final
 
 
-def problem(folder: Path) -> str | None:
-    """Why a checkpoint cannot be used, or None: every file of its manifest has its size and checksum."""
-    path = folder / MANIFEST_FILE
+def rename_aside(folder: Path) -> Path:
+    """Give a folder a name that nothing goes on from; returns its new path.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    number = 1
+    while (target := folder.with_name(f"{folder.name}.abandoned-{number}")).exists():
+        number += 1
+    os.rename(folder, target)
+    return target
+
+
+def problem(folder: Path, stop: Callable[[], bool] = lambda: False) -> str | None:
+    """Why a checkpoint cannot be used, or None: every file of its manifest has its size and checksum.
+
+    Args:
+        stop: ends the reading early, when the answer no longer matters.
+    """
     try:
-        entries: dict[str, dict[str, Any]] = json.loads(path.read_text())["files"]
-        for name, entry in entries.items():
-            size = (folder / name).stat().st_size
-            if size != entry["bytes"]:
-                return f"{name} has {size} bytes, expected {entry['bytes']}"
-        names = list(entries)
-        for name, found in zip(names, _in_threads(_describe, [folder / n for n in names]), strict=True):
-            if found["sha256"] != entries[name]["sha256"]:
-                return f"{name} has another checksum than {MANIFEST_FILE} says"
+        entries = check_sizes(folder)
         read_record(folder)
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{MANIFEST_FILE} or a file that it names cannot be read: {error!r}"
+        with SumCheck(folder, entries) as sums:
+            while not sums.through(within_s=0.2):
+                if stop():
+                    return "the check was interrupted"
     except CheckpointError as error:
         return str(error)
     return None
 
 
 def all_checkpoints(output: Path) -> list[Path]:
-    """Folders with a final name, newest first; not checked."""
-    root = output / FOLDER
-    found = [p for p in root.iterdir() if _NAME.match(p.name) and p.is_dir()] if root.is_dir() else []
-    return sorted(found, key=_update_of, reverse=True)
+    """Folders with a final name, newest first; not checked.
+
+    Raises:
+        OSError: they cannot be listed.
+    """
+    return sorted(_matching(output, _NAME), key=update_of, reverse=True)
 
 
-def newest_usable(output: Path, say: Callable[[str], None] = print) -> Path | None:
-    """The newest checkpoint that is complete and undamaged; what is skipped is said with the reason."""
-    for folder in all_checkpoints(output):
-        reason = problem(folder)
+def candidates(output: Path, say: Callable[[str], None] = print) -> list[Path]:
+    """:func:`all_checkpoints`, after naming those that an earlier run was killed before naming.
+
+    Raises:
+        CheckpointError: they cannot be listed, which does not mean that there are none.
+    """
+    try:
+        _name_complete(output, say)
+        return all_checkpoints(output)
+    except OSError as error:
+        raise CheckpointError(
+            f"training checkpoints in {output / FOLDER} cannot be listed ({error.strerror}): mend the access to that "
+            "folder, or start anew in another output"
+        ) from error
+
+
+def newest_usable(
+    output: Path, say: Callable[[str], None] = print, stop: Callable[[], bool] = lambda: False
+) -> Path | None:
+    """The newest checkpoint that is complete and undamaged, None where there is none; what is skipped is said.
+
+    Args:
+        stop: ends the reading early; the answer then is None.
+
+    Raises:
+        CheckpointError: see :func:`candidates` and :func:`first_usable`.
+    """
+
+    def check(folder: Path) -> str | None:
+        reason = problem(folder, stop)
+        return None if stop() else reason
+
+    found = first_usable(candidates(output, say), say, check)
+    return None if stop() else found
+
+
+def first_usable(
+    folders: Iterable[Path], say: Callable[[str], None], check: Callable[[Path], str | None]
+) -> Path | None:
+    """The first one for which ``check`` gives no reason against it, None where there are none.
+
+    Raises:
+        CheckpointError: there are some and none is usable; names each with its reason. To begin again at update 0
+            then is for a person to decide.
+    """
+    skipped = []
+    for folder in folders:
+        reason = check(folder)
         if reason is None:
             return folder
         say(f"skipped checkpoint {folder}: {reason}")
-    return None
-
-
-def retain(output: Path, *, last: int, best: int) -> list[str]:
-    """Delete all but the ``last`` newest and the ``best`` with the highest score (the newer of equals).
-
-    Returns:
-        for each that could not be deleted, why, in one line.
-    """
-    problems: list[str] = []
-    folders = all_checkpoints(output)
-    scored: list[tuple[float, int, Path]] = []
-    for folder in folders:
-        try:
-            record = read_record(folder)
-        except CheckpointError:
-            continue  # damaged: neither best nor worth keeping beyond the newest
-        if record.score is not None:
-            scored.append((record.score, record.update, folder))
-    kept = {*folders[:last], *(folder for _, _, folder in sorted(scored, reverse=True)[:best])}
-    for folder in folders:
-        if folder not in kept:
-            doomed = folder.with_suffix(_WORK_SUFFIX)  # a crash half-way leaves no folder that looks complete
-            try:
-                os.rename(folder, doomed)
-                shutil.rmtree(doomed)
-            except OSError as error:
-                problems.append(f"{folder} should go and cannot be deleted: {error.strerror}")
-    return problems
+        skipped.append(f"{folder}: {reason}")
+    if not skipped:
+        return None
+    raise CheckpointError(
+        "no training checkpoint can be gone on from (" + "; ".join(skipped) + "); repair one of them, or start anew "
+        "with checkpoint.resume=never, which keeps them under another name"
+    )
 
 
 def set_aside(output: Path) -> Path | None:
-    """Rename what an earlier run into this folder left, so that a new beginning does not mix with it."""
+    """Rename what an earlier run into this folder left, so that a new beginning does not mix with it.
+
+    Raises:
+        CheckpointError: it cannot be renamed.
+    """
     root = output / FOLDER
-    if not root.is_dir() or not any(root.iterdir()):
-        return None
-    number = 1
-    while (target := root.with_name(f"{FOLDER}.old-{number}")).exists():
-        number += 1
-    os.rename(root, target)
+    try:
+        if not root.is_dir() or not any(root.iterdir()):
+            return None
+        number = 1
+        while (target := root.with_name(f"{FOLDER}.old-{number}")).exists():
+            number += 1
+        os.rename(root, target)
+    except OSError as error:
+        raise CheckpointError(
+            f"{root} of an earlier run cannot be renamed ({error.strerror}); make {output} writable, or set output to "
+            "another folder"
+        ) from error
     return target
 
 
 def check_fixed(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to go on with another model, batch size and the like.
+    """Refuse to go on with another model, batch size and the like; what an older version did not save is not compared.
 
     Raises:
         CheckpointError: names each field with both values.
     """
+    before = _flat(saved)
     changed = [
-        f"{name}: {saved.get(name)!r} then, {value!r} now" for name, value in now.items() if saved.get(name) != value
+        f"{name}: {before[name]!r} then, {value!r} now"
+        for name, value in _flat(now).items()
+        if name in before and before[name] != value
     ]
     if changed:
         raise CheckpointError(
@@ -268,25 +371,21 @@ def check_fixed(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) 
         )
 
 
-def _update_of(folder: Path) -> int:
+def _flat(fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """One level of nesting less: ``model`` becomes ``model.hidden`` and so on."""
+    flat: dict[str, Any] = {}
+    for name, value in fixed.items():
+        flat |= {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, Mapping) else {name: value}
+    return flat
+
+
+def _matching(output: Path, name: re.Pattern[str]) -> list[Path]:
+    root = output / FOLDER
+    return sorted(p for p in root.iterdir() if name.match(p.name) and p.is_dir()) if root.is_dir() else []
+
+
+def update_of(folder: Path) -> int:
+    """The number in a final name."""
     match = _NAME.match(folder.name)
     assert match is not None
     return int(match[1])
-
-
-def _describe(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _in_threads(work: Callable[[Path], dict[str, Any]], paths: list[Path]) -> list[dict[str, Any]]:
-    with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
-        return list(pool.map(work, paths))
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

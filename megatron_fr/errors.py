@@ -49,3 +49,7 @@ class RequestFailed(RolloutEnded):
 
 class CheckpointError(MegatronFRError):
     """A training checkpoint cannot be written, read, or continued with this configuration."""
+
+
+class UnreadableCheckpointError(CheckpointError):
+    """A training checkpoint cannot be looked at: no permission, or storage that fails. It may well be whole."""

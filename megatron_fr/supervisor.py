@@ -81,7 +81,9 @@ class Supervisor:
     def _run(self) -> int:
         rollout = self._config.rollout
         if self._config.checkpoint.resume == "auto":
-            self._resume = newest_usable(self._output)
+            self._resume = newest_usable(self._output, stop=lambda: self._signals > 0)
+            if self._signals:
+                return 0
             if self._resume is not None:
                 print(f"going on from {self._resume}; checkpoint.resume=never starts anew", flush=True)
         print(f"starting {rollout.engines} engine(s); logs in {self._logs}", flush=True)
@@ -117,7 +119,7 @@ class Supervisor:
 
     def _start_ranks(self, url_file: Path, port: int) -> None:
         world = self._config.parallel.world_size
-        resume = ["--resume", str(self._resume)] if self._resume is not None else []
+        resume = ["--resume", str(self._resume), "--resume-checked"] if self._resume is not None else []
         for rank in range(world):
             self._ranks.append(
                 self._spawn(

@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _restore(config: RunConfig, given: str | None) -> Path | None:
     if given != "auto":
         return Path(given) if given else None
+    if config.checkpoint.resume == "never":
+        return None
     folder = newest_usable(config.output, log.warning)
     return folder / ROLLOUT_FILE if folder is not None else None
 

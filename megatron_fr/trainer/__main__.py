@@ -13,8 +13,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_fr.checkpoints import newest_usable
-from megatron_fr.config import RunConfig, load_config
+from megatron_fr.config import load_config
 from megatron_fr.device import prepare_process, resolve_device
 from megatron_fr.errors import MegatronFRError
 
@@ -32,6 +31,7 @@ def main() -> int:
         metavar="DIR|auto",
         help="go on from this training checkpoint; auto: from the newest usable one in output, if any",
     )
+    parser.add_argument("--resume-checked", action="store_true", help="that checkpoint's checksums were compared")
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     arguments = parser.parse_args()
     try:
@@ -39,6 +39,7 @@ def main() -> int:
         device = resolve_device(config.device)
         prepare_process(device)
         # Only now: these import Megatron-Core, which the device has to be prepared for.
+        from megatron_fr.trainer.checkpoint_check import folder_to_resume
         from megatron_fr.trainer.distributed import initialize, shutdown
         from megatron_fr.trainer.loop import StopRequest, TrainerLoop
 
@@ -48,7 +49,8 @@ def main() -> int:
         if service_url is None:
             shutdown()
             return 0
-        loop = TrainerLoop(config, device, info, service_url, stop, _resume(config, arguments.resume))
+        resume = folder_to_resume(config, arguments.resume, checked=arguments.resume_checked)
+        loop = TrainerLoop(config, device, info, service_url, stop, resume)
         checkpoint = loop.run()
         loop.close()
         if info.rank == 0:
@@ -84,15 +86,6 @@ def find_service(given: str, stop: StopRequest) -> str | None:
     while not stopped and url is None:
         stopped, url = from_rank_zero(look)
     return url
-
-
-def _resume(config: RunConfig, given: str | None) -> Path | None:
-    """On every rank the same: rank 0 looks."""
-    from megatron_fr.trainer.feed import from_rank_zero
-
-    if given != "auto":
-        return Path(given) if given else None
-    return from_rank_zero(lambda: newest_usable(config.output))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """Training checkpoints of one run: when one is complete, how long it is kept, and going on from it.
 
 A checkpoint is written beside the training: :meth:`TrainingCheckpoints.begin` takes the snapshot, and
-:meth:`TrainingCheckpoints.poll`, called between updates, gives the folder its final name once every rank has written.
+:meth:`TrainingCheckpoints.poll`, called between updates, gives the folder its final name once every rank has written
+and taken the checksums of what it wrote.
 """
 
 from __future__ import annotations
 
+import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -17,7 +19,10 @@ import torch.distributed as dist
 from megatron_fr import checkpoints
 from megatron_fr.bridge.dims import Dims
 from megatron_fr.bridge.folder import copy_other_files
+from megatron_fr.bridge.registry import is_tied
 from megatron_fr.bridge.to_megatron import HF_FILES
+from megatron_fr.checkpoint_manifest import Entry, check_sizes
+from megatron_fr.checkpoint_retention import retain, set_newer_aside
 from megatron_fr.checkpoints import RunRecord
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import CheckpointError, ModelError
@@ -48,12 +53,16 @@ class TrainingCheckpoints:
     def load(self, folder: Path) -> RunRecord:
         """Bring model, optimizer, schedule and random states to where ``folder`` was saved, in whatever layout.
 
+        Its checksums are not looked at: that is done when it is chosen, see ``trainer/checkpoint_check.py``.
+        Checkpoints of later updates in ``output`` are renamed: they are of another continuation than this run's.
+
         Raises:
             CheckpointError: it is damaged, or of a run with another model or batch size.
         """
         record = from_rank_zero(lambda: self._usable(folder))
         checkpoint_io.read(folder, self._policy, dict(record.trainer))
         self._saved_update = record.update
+        from_rank_zero(lambda: self._set_newer_aside(record.update))
         return record
 
     def begin(self, *, update: int, version: int, score: float | None) -> None:
@@ -65,8 +74,9 @@ class TrainingCheckpoints:
         self.finish()
         if update == self._saved_update:
             return
-        self._work = from_rank_zero(lambda: self._prepare(update))
-        trainer = self._writer.begin(self._work, self._policy)
+        self._work = work = from_rank_zero(lambda: self._prepare(update))
+        others = [work / checkpoints.ROLLOUT_FILE] if dist.get_rank() == 0 else []
+        trainer = self._writer.begin(work, self._policy, others)
         self._record = RunRecord(update, version, score, self._fixed, trainer)
         self._saved_update = update
 
@@ -101,7 +111,8 @@ class TrainingCheckpoints:
                 self._discard(work)
             raise _unwritable(work, str(error)) from error
         self._work = None
-        from_rank_zero(lambda: self._name(work))
+        known = self._writer.entries()
+        from_rank_zero(lambda: self._name(work, known))
 
     def _prepare(self, update: int) -> Path:
         work = checkpoints.folder_of(self._config.output, update)
@@ -119,17 +130,17 @@ class TrainingCheckpoints:
             raise _unwritable(work, getattr(error, "strerror", None) or str(error)) from error
         return work
 
-    def _name(self, work: Path) -> None:
+    def _name(self, work: Path, known: Mapping[str, Entry]) -> None:
         assert self._record is not None
         keep = self._config.checkpoint
         try:
             self._record.write(work)
-            final = checkpoints.complete(work)
+            final = checkpoints.complete(work, known)
         except OSError as error:
             self._discard(work)
             raise _unwritable(work, str(error.strerror)) from error
         self._release()
-        for problem in checkpoints.retain(self._config.output, last=keep.keep_last, best=keep.keep_best):
+        for problem in retain(self._config.output, final, last=keep.keep_last, best=keep.keep_best):
             print(f"checkpoint {final} is complete; older one {problem}", flush=True)
 
     def _discard(self, work: Path) -> None:
@@ -142,22 +153,42 @@ class TrainingCheckpoints:
             self._lock = None
 
     def _usable(self, folder: Path) -> RunRecord:
-        if (reason := checkpoints.problem(folder)) is not None:
-            raise CheckpointError(f"checkpoint {folder} is damaged: {reason}; go on from another one")
+        try:
+            check_sizes(folder)
+        except CheckpointError as error:
+            raise type(error)(f"checkpoint {folder}: {error}; go on from another one") from error
         record = checkpoints.read_record(folder)
         checkpoints.check_fixed(folder, record.fixed, self._fixed)
         return record
 
+    def _set_newer_aside(self, update: int) -> None:
+        for folder in set_newer_aside(self._config.output, update):
+            print(f"going on from update {update}: the later checkpoint there was is now {folder}", flush=True)
+
 
 def _fixed(config: RunConfig, policy: Policy) -> dict[str, Any]:
-    """What must not change: the tensors' shapes and meaning, and what the counters count."""
-    dims = {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(Dims.from_hf(policy.hf_config)).items()}
+    """What must not change: the tensors' shapes and meaning, what the tokens are, and what the counters count."""
+    hf = policy.hf_config
+    dims = {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(Dims.from_hf(hf)).items()}
+    rope = dict(getattr(hf, "rope_parameters", None) or {})
+    tokenizer = policy.source / "tokenizer.json"
     return {
-        "model": {"architecture": policy.hf_config.architectures[0], **dims},
+        "model": {
+            "architecture": hf.architectures[0],
+            **dims,
+            "rope_theta": rope.pop("rope_theta", None),
+            "rope_parameters": rope,
+            "rms_norm_eps": hf.rms_norm_eps,
+            "tie_word_embeddings": is_tied(hf),
+            "norm_topk_prob": getattr(hf, "norm_topk_prob", None),
+            "tokenizer.json": hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else None,
+        },
         "model.dtype": config.model.dtype,
         "algorithm.name": config.algorithm.name,
         "algorithm.group_size": config.algorithm.group_size,
         "train.batch_size": config.train.batch_size,
+        # Trajectories that wait were sampled at it.
+        "rollout.temperature": config.rollout.temperature,
     }
 
 

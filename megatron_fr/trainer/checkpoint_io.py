@@ -1,8 +1,9 @@
 """Writing and reading one checkpoint folder with Megatron's ``dist_checkpointing`` (torch_dist), in the background.
 
 The writing is Megatron's own asynchronous save: each rank forks a child that writes that rank's file from a snapshot
-of its memory (copy-on-write), while training goes on. Two changes: results come back through anonymous memory instead
-of a manager process, which would outlive a killed trainer, and the child dies with its rank.
+of its memory (copy-on-write), while training goes on. Three changes: results come back through anonymous memory instead
+of a manager process, which would outlive a killed trainer; the child dies with its rank; and it brings what it wrote to
+the disk and takes the checksums for the manifest.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import pickle
 import queue
 import random
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
+from megatron_fr.checkpoint_manifest import Entry, describe
 from megatron_fr.errors import CheckpointError
 from megatron_fr.trainer.checkpoint_state import (
     OptimizerTarget,
@@ -39,6 +42,7 @@ from megatron_fr.trainer.checkpoint_state import (
 from megatron_fr.trainer.policy import Policy
 
 _PR_SET_PDEATHSIG = 1
+_POLL_S = 0.1
 # Warnings of a format change and of an asynchronous writer that this package does not need.
 logging.getLogger("megatron.core.dist_checkpointing.strategies.torch").setLevel(logging.ERROR)
 
@@ -48,14 +52,18 @@ class BackgroundWriter:
 
     def __init__(self) -> None:
         self._calls = AsyncCallsQueue()
+        self._results = _ResultPipe()
 
     @property
     def busy(self) -> bool:
         """Whether a checkpoint was begun and not finished."""
         return bool(self._calls.get_num_unfinalized_calls())
 
-    def begin(self, folder: Path, policy: Policy) -> dict[str, Any]:
-        """Snapshot the policy and start writing it to the existing, empty ``folder``.
+    def begin(self, folder: Path, policy: Policy, others: Sequence[Path] = ()) -> dict[str, Any]:
+        """Snapshot the policy and start writing it to the existing ``folder``, which holds nothing of it.
+
+        Args:
+            others: further files of ``folder``, complete already, whose checksums this rank's child takes.
 
         Returns:
             what belongs to this state and is no tensor, for :func:`read` to get back.
@@ -67,10 +75,12 @@ class BackgroundWriter:
             "rng": ShardedObject("rng_state", _rng_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0),
         }
         # Megatron keeps the results' queue in a module variable and would start a manager process for it.
-        filesystem_async._results_queue = _ResultPipe()
+        filesystem_async._results_queue = self._results = _ResultPipe()
         request = dist_checkpointing.save(state, str(folder), async_sharded_save=True, async_strategy="mcore")
         if request.async_fn is not None:
-            request = request._replace(async_fn=partial(_in_child, os.getpid(), request.async_fn))
+            request = request._replace(
+                async_fn=partial(_in_child, os.getpid(), self._results, folder, others, request.async_fn)
+            )
         self._calls.schedule_async_request(request)
         return {
             "adam_step": adam_step(policy.step.optimizer),
@@ -79,19 +89,29 @@ class BackgroundWriter:
         }
 
     def finished(self, *, wait: bool) -> bool:
-        """Whether the checkpoint that was begun is complete on every rank.
+        """Whether the checkpoint that was begun is on the disk on every rank.
+
+        Waiting is a series of short collectives: ranks may need longer than a collective may take.
 
         Raises:
             CheckpointError: a rank could not write; every rank raises it, rank 0 with the reason.
         """
         try:
-            return bool(self._calls.maybe_finalize_async_calls(blocking=wait))
+            while not (done := bool(self._calls.maybe_finalize_async_calls(blocking=False))) and wait and self.busy:
+                time.sleep(_POLL_S)
+            return done
         except Exception as error:  # CheckpointException (a BaseException of torch's) is handled below
             raise CheckpointError(_root_cause(error)) from error
         except BaseException as error:
             if type(error).__name__ != "CheckpointException":
                 raise
             raise CheckpointError(_root_cause(error)) from error
+
+    def entries(self) -> dict[str, Entry]:
+        """The manifest's entries of all files that the ranks' children wrote or were given, once it is finished."""
+        found: list[dict[str, Entry]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(found, self._results.entries)
+        return {name: entry for part in found for name, entry in part.items()}
 
     def abandon(self) -> None:
         """Kill the writing, whatever its state. No collective."""
@@ -155,15 +175,24 @@ def read(folder: Path, policy: Policy, extra: dict[str, Any]) -> None:
 
 
 class _ResultPipe:
-    """A queue of one item from a forked child, in memory: it needs no disk, no process and no reader at the time."""
+    """A queue of one item from a forked child, in memory: it needs no disk, no process and no reader at the time.
+
+    Attributes:
+        entries: of the manifest; the child fills them, the parent has them once it has got the item.
+    """
 
     def __init__(self) -> None:
         self._file = os.fdopen(os.memfd_create("checkpoint-results"), "r+b")
+        self._item: Any = None
+        self.entries: dict[str, Entry] = {}
 
     def put(self, item: Any) -> None:
-        """Called in the child."""
-        self._file.seek(0)
-        pickle.dump(item, self._file)
+        """Called in the child, by Megatron."""
+        self._item = item
+
+    def send(self) -> None:
+        """Called in the child, last."""
+        pickle.dump((self._item, self.entries), self._file)
         self._file.flush()
 
     def get_nowait(self) -> Any:
@@ -171,17 +200,30 @@ class _ResultPipe:
         with self._file as file:
             file.seek(0)
             try:
-                return pickle.load(file)
+                item, self.entries = pickle.load(file)
             except EOFError:
                 raise queue.Empty from None
+        return item
 
 
-def _in_child(parent: int, write: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+def _in_child(
+    parent: int,
+    results: _ResultPipe,
+    folder: Path,
+    others: Sequence[Path],
+    write: Callable[..., None],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):  # a stop request is for the trainer, which waits for this child
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+    def take_entry(path: Path) -> None:
+        results.entries[str(path.relative_to(folder))] = describe(path, sync=True)
+
     writer: Any = filesystem_async.FileSystemWriterAsync
     write_file = writer.write_preloaded_data
 
@@ -193,10 +235,17 @@ def _in_child(parent: int, write: Callable[..., None], *args: Any, **kwargs: Any
             while error is not None and not isinstance(error, OSError):  # torch.save fails again on closing its archive
                 error = error.__cause__ or error.__context__
             raise error or result[1]
+        take_entry(Path(named["write_bucket"][0]))
         return result
 
     writer.write_preloaded_data = staticmethod(write_or_raise)  # in this child only
     write(*args, **kwargs)
+    try:
+        for path in others:
+            take_entry(path)
+    except OSError as error:
+        results.put(error)
+    results.send()
 
 
 def _layout() -> dict[str, int]:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import random
 import resource
+import shutil
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -24,8 +32,40 @@ def pass_on(jobs: list[Job]) -> list[dict[str, Any]]:
     return [_pass_on(*job) for job in jobs]
 
 
-def pass_on_and_save_run(jobs: list[Job], model: str, output: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """:func:`pass_on`, then a training checkpoint as a run at TP 2 writes it, after two steps; and its weights."""
+#: Seconds that a collective may take while one rank's files take longer to read.
+SHORT_S, SLOW_S = 3.0, 4.5
+
+
+@contextmanager
+def slow_reads() -> Iterator[list[str]]:
+    """Within it rank 1's files take longer to read than a collective may last; names of what this process read."""
+    from megatron_fr import checkpoint_manifest
+    from megatron_fr.trainer import checkpoint_io
+
+    describe, read = checkpoint_manifest.describe, list[str]()
+
+    def slowly(path: Path, **options: Any) -> Any:
+        read.append(path.name)
+        if path.name == "__1_0.distcp":
+            time.sleep(SLOW_S)
+        return describe(path, **options)
+
+    with (
+        mock.patch.object(checkpoint_manifest, "describe", slowly),
+        mock.patch.object(checkpoint_io, "describe", slowly),
+    ):
+        yield read
+
+
+def pass_on_and_save_run(
+    jobs: list[Job], model: str, output: str
+) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
+    """:func:`pass_on`, then a training checkpoint as a run at TP 2 writes it, after two steps; and its weights.
+
+    The last answer is what happened to its checksums: ``saving`` and ``checking`` are names of the files that this
+    process itself read, ``whole`` and ``changed`` what the check said of it, and after one byte was changed.
+    """
+    from megatron_fr.trainer import checkpoint_check
     from megatron_fr.trainer.checkpoint import TrainingCheckpoints
 
     answers = pass_on(jobs)
@@ -34,10 +74,28 @@ def pass_on_and_save_run(jobs: list[Job], model: str, output: str) -> tuple[list
     _two_steps(policy)
     config = run_config(Path(model), layout).model_copy(update={"output": Path(output)})
     saved = TrainingCheckpoints(config, policy, lambda: b"state")
-    saved.begin(update=7, version=7, score=None)
-    weights = {name: tensor.clone() for name, tensor in policy.hf_tensors() if tensor is not None}
-    saved.finish()
-    return answers, weights
+    sums: dict[str, Any] = {}
+    with slow_reads() as read:
+        saved.begin(update=7, version=7, score=None)
+        weights = {name: tensor.clone() for name, tensor in policy.hf_tensors() if tensor is not None}
+        torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=SHORT_S))
+        folder = saved.finish()
+        assert folder is not None
+        sums["saving"] = list(read)
+        read.clear()
+        sums["whole"] = checkpoint_check.problem(folder)
+        sums["checking"] = list(read)
+    torch.distributed.barrier()
+    data = folder / "__0_0.distcp"
+    whole = data.read_bytes()
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        data.write_bytes(whole[:1000] + bytes([whole[1000] ^ 1]) + whole[1001:])
+    torch.distributed.barrier()
+    sums["changed"] = checkpoint_check.problem(folder)
+    if torch.distributed.get_rank() == 0:
+        data.write_bytes(whole)
+    return answers, weights, sums
 
 
 def _pass_on(model: str, parallel: dict[str, Any], dtype: str, load: str | None, save: str) -> dict[str, Any]:
@@ -191,4 +249,90 @@ def _keep(config: Any, policy: Any) -> None:
         saved.begin(update=update, version=update, score=score)
         saved.finish()
         if update == 11:  # what a checkpoint that goes is renamed to
-            (output / "training_state" / "update-000011.tmp" / "in the way").mkdir(parents=True)
+            (output / "training_state" / "update-000011.deleted" / "in the way").mkdir(parents=True)
+
+
+def go_on(model: str, output: str) -> dict[str, Any]:
+    """Save updates 1 to 3, go on from 1, save 2; and go on with what is another model or temperature. One rank.
+
+    Returns:
+        errors by what was changed, and as ``folders`` what there was once update 2 was saved, the newest usable first.
+    """
+    from megatron_fr.bridge import read_hf_config
+    from megatron_fr.checkpoint_manifest import write_manifest
+    from megatron_fr.checkpoints import all_checkpoints, newest_usable
+    from megatron_fr.config.sections import CheckpointConfig
+    from megatron_fr.errors import CheckpointError
+    from megatron_fr.trainer.checkpoint import TrainingCheckpoints
+
+    policy = _policy(model, {}, "float32")
+    config = run_config(Path(model), {}).model_copy(
+        update={"output": Path(output), "checkpoint": CheckpointConfig(keep_last=3)}
+    )
+    saved = TrainingCheckpoints(config, policy, lambda: b"state")
+    for update in (1, 2, 3):
+        saved.begin(update=update, version=update, score=None)
+        saved.finish()
+    first = Path(output) / "training_state" / "update-000001"
+
+    few = config.model_copy(update={"checkpoint": CheckpointConfig(keep_last=2)})
+    resumed = TrainingCheckpoints(few, policy, lambda: b"state")
+    assert resumed.load(first).update == 1
+    resumed.begin(update=2, version=2, score=None)
+    resumed.finish()
+    newest = newest_usable(Path(output))
+    assert newest is not None
+    errors: dict[str, Any] = {"folders": [newest.name, *sorted(path.name for path in first.parent.iterdir())]}
+
+    def refused(name: str, other: Any, hotter: Any = config) -> None:
+        errors[name] = "accepted"
+        try:
+            TrainingCheckpoints(hotter, other, lambda: b"state").load(first)
+        except CheckpointError as error:
+            errors[name] = str(error)
+
+    rope = {"rope_type": "default", "rope_theta": 20_000.0}
+    for name, value in (
+        ("rope_parameters", rope),
+        ("rms_norm_eps", 1e-5),
+        ("norm_topk_prob", False),
+        ("tie_word_embeddings", True),
+    ):
+        other = Path(shutil.copytree(model, f"{output}-{name}"))
+        settings = json.loads((other / "config.json").read_text())
+        assert settings[name] != value
+        (other / "config.json").write_text(json.dumps(settings | {name: value}))
+        refused(name, replace(policy, hf_config=read_hf_config(other), source=other))
+    other = Path(shutil.copytree(model, f"{output}-tokenizer"))
+    (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + "\n")
+    refused("tokenizer", replace(policy, source=other))
+    (other / "tokenizer.json").unlink()
+    refused("no tokenizer", replace(policy, source=other))
+    hotter = config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": 0.7})})
+    refused("temperature", policy, hotter)
+
+    # As an older version wrote it.
+    record = json.loads((first / "run.json").read_text())
+    del record["fixed"]["rollout.temperature"]
+    for name in ("rope_theta", "rope_parameters", "rms_norm_eps", "tie_word_embeddings", "tokenizer.json"):
+        del record["fixed"]["model"][name]
+    (first / "run.json").write_text(json.dumps(record))
+    write_manifest(first, {}, ignored=".writing")
+    refused("old", policy, hotter)
+    errors["auto"] = _choose(config, "auto")
+    for folder in all_checkpoints(Path(output)):
+        (folder / "rollout.state").write_bytes(b"stale")
+    errors["none usable"], errors["explicit"] = _choose(config, "auto"), _choose(config, str(first))
+    never = config.model_copy(update={"checkpoint": CheckpointConfig(resume="never")})
+    errors["never"] = _choose(never, "auto")
+    return errors
+
+
+def _choose(config: Any, given: str) -> str:
+    from megatron_fr.errors import CheckpointError
+    from megatron_fr.trainer.checkpoint_check import folder_to_resume
+
+    try:
+        return str(folder_to_resume(config, given))
+    except CheckpointError as error:
+        return str(error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import runpy
 import subprocess
 import sys
@@ -13,12 +15,18 @@ import torch
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
-from layout_ranks import Job, failing_writes, pass_on, pass_on_and_save_run, save_on_small_disk, whole_tensors
+from layout_ranks import Job, failing_writes, go_on, pass_on, pass_on_and_save_run, save_on_small_disk, whole_tensors
 from parallel_launch import run_ranks
 from silly_rename import silly_rename
 from small_disk import SmallDisk
 
-from megatron_fr.checkpoints import all_checkpoints, problem, read_record, remove_unfinished, work_folder
+from megatron_fr.checkpoints import (
+    all_checkpoints,
+    problem,
+    read_record,
+    remove_unfinished,
+    work_folder,
+)
 from megatron_fr.errors import CheckpointError
 from megatron_fr.tiny import make_untrained
 
@@ -60,7 +68,7 @@ def test_weights_and_moments_survive_every_change_of_layout_bit_by_bit(tmp_path:
     ranks = run_ranks(pass_on_and_save_run, 2, jobs=two, model=model, output=str(run))
     (alone,) = run_ranks(pass_on, 1, jobs=single)
     jobs = [save for *_, save in (*two, *single)]
-    found, others = (dict(zip(jobs, [*answers, *alone], strict=True)) for answers, _ in ranks)
+    found, others = (dict(zip(jobs, [*answers, *alone], strict=True)) for answers, *_ in ranks)
     tensors = dict(zip(order, run_ranks(whole_tensors, 1, folders=order)[0], strict=True))
     for first, *later in ([str(tmp_path / name) for name in chain] for chain in chains):
         wanted = tensors[first]
@@ -88,7 +96,32 @@ def test_weights_and_moments_survive_every_change_of_layout_bit_by_bit(tmp_path:
         assert answers[ep]["draws"] == answers[ep_again]["draws"]
     assert found[tp]["draws"][:2] != others[tp]["draws"][:2]
 
+    check_sums(run, [sums for *_, sums in ranks])
     check_conversion(run, ranks[0][1], Path(model), tmp_path)
+
+
+def check_sums(run: Path, ranks: list[dict[str, Any]]) -> None:
+    """The manifest is right, the training processes read no data for it, and they share the reading when they check.
+
+    Rank 1's files took longer to read than a collective could last, both times.
+    """
+    (checkpoint,) = all_checkpoints(run)
+    files = {str(p.relative_to(checkpoint)): p for p in checkpoint.rglob("*") if p.is_file()}
+    manifest = json.loads(files.pop("manifest.json").read_text())["files"]
+    assert {"__0_0.distcp", "__1_0.distcp", ".metadata", "rollout.state", "run.json", "hf/config.json"} <= files.keys()
+    assert manifest == {
+        name: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for name, path in files.items()
+    }
+    for rank in ranks:
+        assert not [name for name in rank["saving"] if name.endswith(".distcp") or name == "rollout.state"]
+        assert rank["whole"] is None
+        assert rank["changed"] == "__0_0.distcp has another checksum than manifest.json says"
+    assert "run.json" in ranks[0]["saving"]
+    # run.json is also looked at beforehand, with the sizes.
+    read = [name for rank in ranks for name in rank["checking"]]
+    assert sorted([*read]) == sorted([*(path.name for path in files.values()), "run.json"])
+    assert all([name for name in rank["checking"] if name.endswith(".distcp")] for rank in ranks)
 
 
 def check_conversion(run: Path, weights: dict[str, torch.Tensor], model: Path, tmp_path: Path) -> None:
@@ -158,6 +191,37 @@ def test_a_file_system_that_is_really_full_is_one_error_and_the_next_save_goes_o
     assert [folder.name for folder in all_checkpoints(output)] == ["update-000003", "update-000001"]
     assert [problem(folder) for folder in all_checkpoints(output)] == [None, None]
     assert len(list((output / "training_state").iterdir())) == 2
+
+
+def test_going_on_from_an_older_one_or_with_another_model_of_equal_sizes(tmp_path: Path) -> None:
+    model = str(make_untrained(tmp_path / "moe", family="qwen3_moe"))
+    (errors,) = run_ranks(go_on, 1, model=model, output=str(tmp_path / "run"))
+    # Gone on from 1 of 3 with keep_last=2: what it went on from and what it wrote stay, the others have other names.
+    assert errors["folders"] == [
+        "update-000002",
+        "update-000001",
+        "update-000002",
+        "update-000002.abandoned-1",
+        "update-000003.abandoned-1",
+    ]
+    for name, change in (
+        ("rope_parameters", "model.rope_theta: 10000.0 then, 20000.0 now"),
+        ("rms_norm_eps", "model.rms_norm_eps: 1e-06 then, 1e-05 now"),
+        ("norm_topk_prob", "model.norm_topk_prob: True then, False now"),
+        ("tie_word_embeddings", "model.tie_word_embeddings: False then, True now"),
+        ("temperature", "rollout.temperature: 1.0 then, 0.7 now"),
+    ):
+        assert f"is of another run ({change}); undo the change" in errors[name], errors[name]
+    assert "is of another run (model.tokenizer.json: '" in errors["tokenizer"]
+    assert "' then, None now)" in errors["no tokenizer"]
+    assert errors["old"] == "accepted"
+    # What a rank that is started by hand goes on from: with a damaged file, by its checksum alone, nothing.
+    assert errors["auto"] == str(tmp_path / "run" / "training_state" / "update-000001")
+    reason = "update-000001: rollout.state has another checksum than manifest.json says"
+    assert f"no training checkpoint can be gone on from ({tmp_path}" in errors["none usable"]
+    assert f"{reason}); repair one of them, or start anew with checkpoint.resume=never" in errors["none usable"]
+    assert f"{reason.replace(': ', ' cannot be gone on from: ')}; choose another one" in errors["explicit"]
+    assert errors["never"] == "None"
 
 
 HOLD = """

@@ -7,12 +7,14 @@ import os
 import runpy
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -44,6 +46,7 @@ class Run:
 
     def __init__(self, folder: Path, model: Path, algorithm: dict[str, Any] | None = None) -> None:
         self.output = folder / "run"
+        self.trainer: list[BaseProcess] = []
         self.used: dict[int, list[tuple[str, str]]] = {}  # see Server; the latest attempt at each update
         values = {
             "device": "cpu",
@@ -66,7 +69,7 @@ class Run:
 
     def train(self, kill_when: Callable[[str, str, int], bool] | None = None, *overrides: str) -> tuple[int, str]:
         """Run the trainer to its end; ``kill_when`` sees every request to the service and may end it with SIGKILL."""
-        trainer: list[BaseProcess] = []
+        trainer = self.trainer = []
 
         def watch(method: str, path: str, committed: int) -> None:
             if kill_when is not None and kill_when(method, path, committed):
@@ -87,6 +90,13 @@ class Run:
         code = trainer[0].exitcode
         assert code is not None
         return code, self.log.read_text()
+
+    def wait_for_writer(self) -> None:
+        """Until the trainer's child has written its checkpoint; it gets its name after the next update."""
+        deadline = time.monotonic() + 60
+        while any(child.status() != psutil.STATUS_ZOMBIE for child in psutil.Process(self.trainer[0].pid).children()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
     def rows(self) -> list[dict[str, Any]]:
         """The deterministic metrics, one row an update."""
@@ -120,17 +130,26 @@ def test_metrics_and_weights_after_kills_equal_those_of_an_uninterrupted_run(tmp
     assert code == -signal.SIGKILL, text
     saved = all_checkpoints(killed.output)
     assert saved, text
+
     # While waiting for the next batch, after a resume. The newest checkpoint is then damaged as a crash of the machine
     # would: its data are cut off.
-    code, text = killed.train(lambda method, path, committed: path == "/lease" and committed == 5)
+    def once_saved(method: str, path: str, committed: int) -> bool:
+        if path == "/commit" and committed == 4:
+            killed.wait_for_writer()
+        return path == "/lease" and committed == 5
+
+    code, text = killed.train(once_saved)
     assert code == -signal.SIGKILL, text
     assert f"going on after update {int(saved[0].name[-6:])} from {saved[0]}" in text
-    newest = all_checkpoints(killed.output)[0]
+    newest, older = all_checkpoints(killed.output)
+    assert older == saved[0]
     data = max(newest.glob("*.distcp"), key=lambda p: p.stat().st_size)
     os.truncate(data, data.stat().st_size - 100)
     code, text = killed.train()
     assert code == 0, text
     assert f"skipped checkpoint {newest}: {data.name} has " in text
+    assert f"going on after update 2 from {older}" in text
+    assert newest.with_name("update-000004.abandoned-1").is_dir()
     assert killed.rows() == rows
     assert killed.weights() == whole.weights()
 

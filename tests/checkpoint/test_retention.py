@@ -1,0 +1,195 @@
+"""Which folder a run goes on from, which ones stay, and what a crash between two renames leaves. No model."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megatron_fr.checkpoint_manifest import Entry, shares
+from megatron_fr.checkpoint_retention import retain, set_newer_aside
+from megatron_fr.checkpoints import (
+    RunRecord,
+    complete,
+    folder_of,
+    newest_usable,
+    problem,
+    remove_unfinished,
+    work_folder,
+)
+from megatron_fr.errors import CheckpointError
+
+
+def write(output: Path, update: int, *, score: float | None = None, data: bytes = b"data") -> Path:
+    """A checkpoint with everything but Megatron's formats."""
+    work, lock = work_folder(output, update)
+    (work / "__0_0.distcp").write_bytes(data)
+    (work / "hf").mkdir()
+    (work / "hf" / "config.json").write_text("{}")
+    RunRecord(update, update, score).write(work)
+    final = complete(work)
+    assert lock is not None
+    lock.close()
+    return final
+
+
+def cut(folder: Path) -> Path:
+    """Damage it, as a full disk or a crash of the machine would."""
+    os.truncate(folder / "__0_0.distcp", 1)
+    return folder
+
+
+def make_unreadable(folder: Path) -> Path:
+    """Its storage answers EIO from now on (reading this file does, at address 0)."""
+    (folder / "manifest.json").unlink()
+    (folder / "manifest.json").symlink_to("/proc/self/mem")
+    return folder
+
+
+def names(output: Path) -> list[str]:
+    return sorted(path.name for path in (output / "training_state").iterdir())
+
+
+def test_what_a_run_goes_on_from_and_what_it_writes_stay_and_later_ones_get_another_name(tmp_path: Path) -> None:
+    for update in (10, 20, 30):
+        write(tmp_path, update)
+    moved = set_newer_aside(tmp_path, 10)
+    assert sorted(path.name for path in moved) == ["update-000020.abandoned-1", "update-000030.abandoned-1"]
+    assert newest_usable(tmp_path) == folder_of(tmp_path, 10)
+    assert retain(tmp_path, write(tmp_path, 11), last=2, best=0) == []
+    assert names(tmp_path) == ["update-000010", "update-000011", *sorted(path.name for path in moved)]
+    write(tmp_path, 20)
+    assert [path.name for path in set_newer_aside(tmp_path, 11)] == ["update-000020.abandoned-2"]
+    assert [problem(path) for path in moved] == [None, None]  # for a person to go back to
+
+
+def test_damaged_checkpoints_fill_no_place_among_those_kept(tmp_path: Path) -> None:
+    write(tmp_path, 10, score=0.5)
+    cut(write(tmp_path, 20, score=0.9))
+    cut(write(tmp_path, 30, score=0.8))
+    said: list[str] = []
+    assert newest_usable(tmp_path, said.append) == folder_of(tmp_path, 10)
+    assert [line.rsplit("/", 1)[1] for line in said] == [
+        f"update-0000{n}: __0_0.distcp has 1 bytes, expected 4" for n in (30, 20)
+    ]
+    # Renamed or not: what was just written stays, and the only other good one is the second newest and the best.
+    assert retain(tmp_path, write(tmp_path, 11), last=2, best=0) == []
+    assert names(tmp_path) == ["update-000010", "update-000011", "update-000020", "update-000030"]
+    assert retain(tmp_path, write(tmp_path, 31), last=1, best=1) == []
+    assert names(tmp_path) == ["update-000010", "update-000031"]
+
+
+def test_a_checkpoint_that_cannot_be_read_is_neither_deleted_nor_counted(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    make_unreadable(write(tmp_path, 2))
+    (line,) = retain(tmp_path, write(tmp_path, 3), last=2, best=0)
+    assert "update-000002 stays: manifest.json cannot be read now (Input/output error)" in line
+    assert names(tmp_path) == ["update-000001", "update-000002", "update-000003"]
+
+
+def test_where_none_is_usable_a_run_ends_instead_of_beginning_again(tmp_path: Path) -> None:
+    assert newest_usable(tmp_path) is None
+    (tmp_path / "training_state").mkdir()
+    assert newest_usable(tmp_path) is None
+    cut(write(tmp_path, 1))
+    make_unreadable(write(tmp_path, 2))
+    data = write(tmp_path, 3) / "__0_0.distcp"
+    data.write_bytes(b"date")
+    with pytest.raises(CheckpointError) as raised:
+        newest_usable(tmp_path)
+    assert str(raised.value) == (
+        f"no training checkpoint can be gone on from ({folder_of(tmp_path, 3)}: __0_0.distcp has another checksum "
+        f"than manifest.json says; {folder_of(tmp_path, 2)}: manifest.json cannot be read now (Input/output error), "
+        "which is no sign of damage: mend the access to it; "
+        f"{folder_of(tmp_path, 1)}: __0_0.distcp has 1 bytes, expected 4); "
+        "repair one of them, or start anew with checkpoint.resume=never, which keeps them under another name"
+    )
+
+
+def test_the_check_ends_early_when_the_run_is_interrupted(tmp_path: Path) -> None:
+    write(tmp_path, 1, data=bytes(64 << 20))
+    asked: list[bool] = []
+
+    def stop() -> bool:
+        asked.append(True)
+        return True
+
+    said: list[str] = []
+    assert newest_usable(tmp_path, said.append, stop) is None
+    assert asked
+    assert said == []
+
+
+def killed_in_rename(output: Path, number: int) -> None:
+    """Write update 1 again and die where it renames for the ``number``-th time."""
+    rename, done = os.rename, list[int]()
+
+    def renaming(*args: Any, **kwargs: Any) -> None:
+        done.append(1)
+        if len(done) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(*args, **kwargs)
+
+    with mock.patch("os.rename", renaming):
+        write(output, 1, data=b"newer")
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_crash_while_a_folder_takes_the_name_of_an_older_one_loses_neither(
+    tmp_path: Path, number: int, explicit: bool
+) -> None:
+    write(tmp_path, 1, data=b"older")
+    child = multiprocessing.get_context("fork").Process(target=killed_in_rename, args=(tmp_path, number))
+    child.start()
+    child.join(30)
+    assert child.exitcode == -signal.SIGKILL
+    assert (folder_of(tmp_path, 1)).exists() == (number == 1)
+    if explicit:  # resumed from a folder that was named: nobody looked for the newest
+        remove_unfinished(tmp_path, lambda _: None)
+    assert newest_usable(tmp_path) == folder_of(tmp_path, 1)
+    assert (folder_of(tmp_path, 1) / "__0_0.distcp").read_bytes() == b"newer"
+    remove_unfinished(tmp_path)
+    assert not [name for name in names(tmp_path) if name.endswith(".tmp")]
+
+
+def test_files_and_folders_are_on_the_disk_before_the_name_is(tmp_path: Path) -> None:
+    synced: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def syncing(descriptor: int) -> None:
+        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def renaming(*args: Any) -> None:
+        synced.append("renamed")
+        rename(*args)
+
+    with mock.patch("os.fsync", syncing), mock.patch("os.rename", renaming):
+        write(tmp_path, 1)
+    before, after = synced[: synced.index("renamed")], synced[synced.index("renamed") + 1 :]
+    assert sorted(before[:-3]) == ["__0_0.distcp", "config.json", "run.json"]
+    assert before[-3:] == ["manifest.json", "hf", "update-000001.tmp"]
+    assert after == ["training_state"]
+
+
+def test_what_was_about_to_be_deleted_goes_at_the_next_start(tmp_path: Path) -> None:
+    write(tmp_path, 1).rename(tmp_path / "training_state" / "update-000001.deleted")
+    assert newest_usable(tmp_path) is None
+    said: list[str] = []
+    remove_unfinished(tmp_path, said.append)
+    assert names(tmp_path) == []
+    assert said[0].endswith("update-000001.deleted, which an earlier run was about to delete")
+
+
+def test_ranks_share_the_files_by_their_sizes() -> None:
+    sizes = (5, 900, 400, 300, 200, 0)
+    entries: dict[str, Entry] = {f"f{i}": {"bytes": size, "sha256": ""} for i, size in enumerate(sizes)}
+    parts = shares(entries, 3)
+    assert sorted(name for part in parts for name in part) == sorted(entries)
+    assert [sum(entry["bytes"] for entry in part.values()) for part in parts] == [900, 400 + 5, 300 + 200]
