@@ -90,7 +90,7 @@ class Supervisor:
         started = time.monotonic()
         url_file = self._output / "service.url"
         url_file.unlink(missing_ok=True)
-        restore = ["--restore", str(self._resume / ROLLOUT_FILE)] if self._resume is not None else []
+        restore = ["--restore", str(self._resume / ROLLOUT_FILE) if self._resume is not None else "never"]
         self._service = self._spawn(
             ["-m", "megatron_fr.rollout", "--config", str(self._config_file), "--url-file", str(url_file), *restore],
             log="rollout.log",
@@ -119,7 +119,7 @@ class Supervisor:
 
     def _start_ranks(self, url_file: Path, port: int) -> None:
         world = self._config.parallel.world_size
-        resume = ["--resume", str(self._resume), "--resume-checked"] if self._resume is not None else []
+        resume = ["--resume", *((str(self._resume), "--resume-checked") if self._resume is not None else ("never",))]
         for rank in range(world):
             self._ranks.append(
                 self._spawn(

@@ -257,7 +257,7 @@ class CheckpointConfig(Section):
     """What is kept on disk: training checkpoints, to go on from, and Hugging Face folders, to use."""
 
     every: int = Field(
-        0, ge=0, description="updates between training checkpoints; 0: only at the end and on interruption"
+        20, ge=0, description="updates between training checkpoints; 0: only at the end and on interruption"
     )
     hf_every: int = Field(
         0, ge=0, description="updates between Hugging Face folders; 0: at the end and on interruption"

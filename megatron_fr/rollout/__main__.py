@@ -33,8 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--restore",
-        metavar="FILE|auto",
-        help="go on from this rollout state of a checkpoint; auto: of the newest usable one in output, if any",
+        metavar="FILE|auto|never",
+        help="go on from this rollout state of a checkpoint; auto: of the newest usable one in output, if any; never: "
+        "start anew (default: what checkpoint.resume says)",
     )
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args(argv)
@@ -49,12 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _restore(config: RunConfig, given: str | None) -> Path | None:
-    if given != "auto":
-        return Path(given) if given else None
-    if config.checkpoint.resume == "never":
-        return None
-    folder = newest_usable(config.output, log.warning)
-    return folder / ROLLOUT_FILE if folder is not None else None
+    given = given or config.checkpoint.resume
+    if given == "auto":
+        folder = newest_usable(config.output, log.warning)
+        return folder / ROLLOUT_FILE if folder is not None else None
+    return Path(given) if given != "never" else None
 
 
 async def serve(config: RunConfig, url_file: Path | None, linger_s: float, restore: Path | None = None) -> int:

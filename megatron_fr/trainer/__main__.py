@@ -28,8 +28,9 @@ def main() -> int:
     parser.add_argument("--service", required=True, help="URL of the rollout service, or a file that will hold it")
     parser.add_argument(
         "--resume",
-        metavar="DIR|auto",
-        help="go on from this training checkpoint; auto: from the newest usable one in output, if any",
+        metavar="DIR|auto|never",
+        help="go on from this training checkpoint; auto: from the newest usable one in output, if any; never: start "
+        "anew (default: what checkpoint.resume says)",
     )
     parser.add_argument("--resume-checked", action="store_true", help="that checkpoint's checksums were compared")
     parser.add_argument("overrides", nargs="*", help="section.field=value")

@@ -27,21 +27,21 @@ def folder_to_resume(config: RunConfig, given: str | None, *, checked: bool = Fa
     """The checkpoint to go on from, None to start anew; a collective.
 
     Args:
-        given: a folder; ``auto`` for the newest usable one in ``output``; None for none.
+        given: a folder; ``auto`` for the newest usable one in ``output``; ``never`` for none; None: what
+            ``checkpoint.resume`` says.
         checked: the folder's checksums have been compared already.
 
     Raises:
         CheckpointError: the folder, or each of those in ``output``, is damaged or cannot be read.
     """
-    if given is None:
+    given = given or config.checkpoint.resume
+    if given == "never":
         return None
     if given != "auto":
         folder = Path(given)
         if not checked and (reason := problem(folder)) is not None:
             raise CheckpointError(f"checkpoint {folder} cannot be gone on from: {reason}; choose another one")
         return folder
-    if config.checkpoint.resume == "never":
-        return None
     say = partial(print, flush=True)
     folders = from_rank_zero(lambda: checkpoints.candidates(config.output, say))
     return checkpoints.first_usable(folders, say if dist.get_rank() == 0 else lambda _: None, problem)

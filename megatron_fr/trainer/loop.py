@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_fr.checkpoints import set_aside
 from megatron_fr.config import RunConfig
 from megatron_fr.device import Device
-from megatron_fr.errors import CheckpointError, RolloutEnded, SyncError, UpdateError
+from megatron_fr.errors import CheckpointError, MegatronFRError, RolloutEnded, SyncError, UpdateError
 from megatron_fr.observe.metrics import MetricsWriter
 from megatron_fr.observe.progress import Progress
 from megatron_fr.trainer.checkpoint import TrainingCheckpoints
@@ -81,8 +81,8 @@ class TrainerLoop:
         self._checkpoints = TrainingCheckpoints(config, self._policy, self._client.state)
         if resume is not None:
             self._go_on_from(resume)
-        elif (old := from_rank_zero(lambda: set_aside(config.output))) is not None and self._first_rank:
-            print(f"starting anew; training checkpoints of an earlier run were renamed to {old}", flush=True)
+        else:
+            self._start_anew()
 
     def run(self) -> Path:
         """Train to the end, or until asked to stop.
@@ -96,6 +96,8 @@ class TrainerLoop:
             UpdateError: a batch gave values that are not finite; the weights before it were saved first.
         """
         config = self._config
+        if config.checkpoint.every == 0 and self._first_rank:
+            print("checkpoint.every=0: if this run is killed, the same command begins again", flush=True)
         writer = MetricsWriter(config.output) if self._first_rank else None
         progress = Progress(config.train.num_updates)
 
@@ -123,18 +125,18 @@ class TrainerLoop:
         except Shutdown:
             if self._first_rank:
                 print(f"asked to stop after update {self._update}: saving a checkpoint", flush=True)
-        except (RolloutEnded, SyncError, UpdateError):
-            # Raised on every rank alike. The service may be gone, and with it what a training checkpoint needs of it.
-            if self._update:
-                folder = self.save_hf()
-                if self._first_rank:
-                    print(f"saved the weights of update {self._update} in {folder}", flush=True)
+        except (RolloutEnded, SyncError, UpdateError, CheckpointError):  # raised on every rank alike
+            self._rescue()
             raise
         finally:
             if writer is not None:
                 writer.close()
-        # The Hugging Face folder is written while the checkpoint's files are on their way to the disk.
-        self._checkpoints.begin(update=self._update, version=self._version, score=self._score)
+        try:
+            # The Hugging Face folder is written while the checkpoint's files are on their way to the disk.
+            self._checkpoints.begin(update=self._update, version=self._version, score=self._score)
+        except (RolloutEnded, CheckpointError):
+            self._rescue()
+            raise
         folder = self.save_hf()
         self._checkpoints.finish()
         return folder
@@ -155,8 +157,39 @@ class TrainerLoop:
         self._sync.close()
         self._client.close()
 
+    def _rescue(self) -> None:
+        """Keep what a failed run has: the checkpoint that is being written, and the last weights.
+
+        No new training checkpoint: the service may be gone, and with it what that needs of it. What cannot be saved is
+        said, so that the failure's own error stays the last word.
+        """
+        kept: list[tuple[str, Callable[[], Path | None]]] = [("the checkpoint", self._checkpoints.finish)]
+        if self._update:
+            kept.append((f"the weights of update {self._update}", self.save_hf))
+        for what, save in kept:
+            try:
+                folder = save()
+            except MegatronFRError as error:
+                line = f"{what} could not be saved: {error}"
+            else:
+                line = f"saved {what} in {folder}" if folder is not None else ""
+            if self._first_rank and line:
+                print(line, flush=True)
+
     def _due(self, every: int) -> bool:
         return every > 0 and self._update % every == 0
+
+    def _start_anew(self) -> None:
+        # Before anything is touched: a service that has gone on belongs to a run that has checkpoints.
+        status = from_rank_zero(self._client.status)
+        if (status["version"], status["consumed_batches"]) != (0, 0):
+            raise CheckpointError(
+                f"the trainer starts anew, but the rollout service stands at update {status['consumed_batches']}, "
+                f"version {status['version']}: restart it too, or go on from its checkpoint"
+            )
+        old = from_rank_zero(lambda: set_aside(self._config.output))
+        if old is not None and self._first_rank:
+            print(f"starting anew; training checkpoints of an earlier run were renamed to {old}", flush=True)
 
     def _go_on_from(self, folder: Path) -> None:
         record = self._checkpoints.load(folder)

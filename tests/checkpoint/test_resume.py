@@ -78,7 +78,7 @@ class Run:
         folder = newest_usable(self.output)
         restored = read_state(folder / ROLLOUT_FILE) if folder is not None else None
         with Server(self.config, restored, watch) as server:
-            arguments = ["--config", str(self.file), "--service", server.url, "--resume", "auto", *overrides]
+            arguments = ["--config", str(self.file), "--service", server.url, *overrides]  # goes on by itself
             self.log.unlink(missing_ok=True)
             trainer.append(fork_process(trainer_process, self.log, {}, arguments))
             try:

@@ -51,7 +51,8 @@ def test_a_run_trains_syncs_and_leaves_what_it_promises(
     for row in trained:
         # Engine and trainer agree about fresh tokens right after every sync, and about the routes they replay.
         assert row["sync/probe_logprob_diff"] < 1e-3
-        assert row["policy/route_agreement"] > 0.9
+        # Weights a few updates older choose other experts here and there: the more, the less a router was trained.
+        assert row["policy/route_agreement"] > (0.99 if row["lag/max"] == 0 else 0.7)
         assert row["sync/bytes"] > 1e6
         assert 0 <= row["lag/max"] <= (0 if name == "grpo" else 4)
     for promised in ("metrics.jsonl", "tensorboard", "run.png", "config.yaml", "logs"):

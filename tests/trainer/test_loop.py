@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_fr.errors import SyncError
+from megatron_fr.errors import CheckpointError, RequestFailed, SyncError
 from megatron_fr.observe.metrics import METRICS_FILE, read_metrics
 from megatron_fr.trainer.feed import Shutdown
 from megatron_fr.trainer.loop import TrainerLoop
@@ -73,7 +73,9 @@ def make_loop(output: Path, *, evaluate_s: float = 0.0, broken_from: int = 10**9
     loop._client = SimpleNamespace(evaluate=evaluate, start=lambda _: None, commit=lambda *_, **__: None)
     loop._sync = SimpleNamespace(push=push)
     loop._feed = SimpleNamespace(next=next_batch)
-    loop._checkpoints = SimpleNamespace(poll=lambda: None, begin=lambda **_: None, finish=lambda: None)
+    loop.finished = []
+    finish = lambda: loop.finished.append(loop._update)  # noqa: E731
+    loop._checkpoints = SimpleNamespace(poll=lambda: None, begin=lambda **_: None, finish=finish)
     return loop
 
 
@@ -104,6 +106,53 @@ def test_weights_that_reached_no_engine_are_saved_under_their_own_update(tmp_pat
     with pytest.raises(SyncError, match="an engine refused"):
         loop.run()
     assert loop.saved == ["update-000002"]
+
+
+def test_a_failure_waits_for_the_checkpoint_that_is_being_written(tmp_path: Path) -> None:
+    loop = make_loop(tmp_path, broken_from=2)
+    with pytest.raises(SyncError):
+        loop.run()
+    assert loop.finished == [2]
+
+
+def test_a_checkpoint_that_fails_costs_neither_the_weights_nor_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = make_loop(tmp_path, broken_from=2)
+
+    def finish() -> None:
+        raise CheckpointError("no space left")
+
+    loop._checkpoints.finish = finish
+    with pytest.raises(SyncError, match="an engine refused"):
+        loop.run()
+    assert loop.saved == ["update-000002"]
+    assert "the checkpoint could not be saved: no space left" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [CheckpointError("no space left"), RequestFailed("nobody answers")])
+def test_the_last_weights_are_saved_where_the_last_checkpoint_cannot_be(tmp_path: Path, error: Exception) -> None:
+    loop = make_loop(tmp_path)
+
+    def begin(**_: Any) -> None:
+        raise error
+
+    loop._checkpoints.begin = begin
+    with pytest.raises(type(error), match=str(error)):
+        loop.run()
+    assert loop.saved == ["update-000003"]
+
+
+def test_a_trainer_that_starts_anew_beside_a_service_that_has_gone_on_touches_nothing(tmp_path: Path) -> None:
+    loop = make_loop(tmp_path)
+    (tmp_path / "training_state" / "update-000002").mkdir(parents=True)
+    loop._client.status = lambda: {"version": 2, "consumed_batches": 2}
+    with pytest.raises(CheckpointError, match="stands at update 2, version 2: restart it too"):
+        loop._start_anew()
+    assert (tmp_path / "training_state" / "update-000002").is_dir()
+    loop._client.status = lambda: {"version": 0, "consumed_batches": 0}
+    loop._start_anew()
+    assert not (tmp_path / "training_state").exists()
 
 
 def test_a_folder_of_an_earlier_run_is_replaced(tmp_path: Path) -> None:
