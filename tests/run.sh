@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # Lint, formatting, types, tests. Arguments go to pytest: tests/run.sh -m "not slow" tests/algorithm
+#
+# Without arguments the tests run in two processes: engines and layouts in one, and beside it what needs a single core.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -11,6 +13,19 @@ echo "ruff check" && "$python" -m ruff check .
 echo "ruff format" && "$python" -m ruff format --check .
 echo "mypy" && "$python" -m mypy
 echo "pytest"
+if (($#)); then
+  exec "$python" -m pytest --durations=15 "$@"
+fi
+
+beside=(agents algorithm benchmarks bridge data observe pitfalls plan tools trainer test_doctor.py)
+log=$(mktemp)
+"$python" -m pytest --durations=15 "${beside[@]/#/tests/}" >"$log" 2>&1 &
+second=$!
+trap 'kill "$second" 2>/dev/null || true; rm -f "$log"' EXIT
+
 status=0
-"$python" -m pytest --durations=15 "$@" || status=$?
+"$python" -m pytest --durations=15 "${beside[@]/#/--ignore=tests/}" || status=$?
+wait "$second" || status=$?
+echo "pytest, beside it"
+cat "$log"
 exit "$status"
