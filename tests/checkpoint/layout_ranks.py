@@ -324,11 +324,11 @@ def go_on(model: str, output: str) -> dict[str, Any]:
         (folder / "rollout.state").write_bytes(b"stale")
     errors["none usable"], errors["explicit"] = _choose(config, "auto"), _choose(config, str(first))
     never = config.model_copy(update={"checkpoint": CheckpointConfig(resume="never")})
-    errors["never"] = _choose(never, "auto")
+    errors["never"], errors["by itself"] = _choose(never, None), _choose(config, None)
     return errors
 
 
-def _choose(config: Any, given: str) -> str:
+def _choose(config: Any, given: str | None) -> str:
     from megatron_fr.errors import CheckpointError
     from megatron_fr.trainer.checkpoint_check import folder_to_resume
 

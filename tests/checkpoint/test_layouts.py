@@ -222,6 +222,7 @@ def test_going_on_from_an_older_one_or_with_another_model_of_equal_sizes(tmp_pat
     assert f"{reason}); repair one of them, or start anew with checkpoint.resume=never" in errors["none usable"]
     assert f"{reason.replace(': ', ' cannot be gone on from: ')}; choose another one" in errors["explicit"]
     assert errors["never"] == "None"
+    assert errors["by itself"] == errors["none usable"]
 
 
 HOLD = """

@@ -143,7 +143,7 @@ def test_a_run_that_cannot_start_says_why_before_any_engine_starts(models: list[
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert ended.returncode == 1
