@@ -80,8 +80,11 @@ def test_damaged_checkpoints_fill_no_place_among_those_kept(tmp_path: Path) -> N
     # Renamed or not: what was just written stays, and the only other good one is the second newest and the best.
     assert retain(tmp_path, write(tmp_path, 11), last=2, best=0) == []
     assert names(tmp_path) == ["update-000010", "update-000011", "update-000020", "update-000030"]
-    assert retain(tmp_path, write(tmp_path, 31), last=1, best=1) == []
-    assert names(tmp_path) == ["update-000010", "update-000031"]
+    assert retain(tmp_path, write(tmp_path, 31), last=3, best=0) == []
+    assert names(tmp_path) == ["update-000010", "update-000011", "update-000031"]
+    cut(write(tmp_path, 32, score=0.9))
+    assert retain(tmp_path, write(tmp_path, 33), last=1, best=1) == []
+    assert names(tmp_path) == ["update-000010", "update-000033"]
 
 
 def test_a_checkpoint_that_cannot_be_read_is_neither_deleted_nor_counted(tmp_path: Path) -> None:
