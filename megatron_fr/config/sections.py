@@ -247,6 +247,7 @@ class SyncConfig(Section):
 
     bucket_mb: int = Field(1024, ge=1, description="memory of one broadcast bucket, MiB")
     timeout_s: float = Field(300, gt=0, description="of every collective and request of a sync")
+    verify: bool = Field(True, description="compare a checksum of every parameter of every engine with what was sent")
     probe_tokens: int = Field(16, ge=0, description="fresh tokens compared after each sync; 0 turns the check off")
     max_probe_difference: float = Field(
         0.1, gt=0, description="mean |log-probability difference| of the probe that ends the run as a broken sync"

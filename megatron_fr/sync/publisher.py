@@ -1,13 +1,15 @@
 """Push the trainer's weights to the engines while their generations are paused in place.
 
 Trainer rank 0 and all engine ranks form one process group. Rank 0 announces each bucket over HTTP and broadcasts it.
+Before the generations go on, the engines say what they hold: see :mod:`megatron_fr.sync.verify`.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -19,17 +21,24 @@ import torch.distributed as dist
 from megatron_fr.errors import SyncError
 from megatron_fr.ports import free_port
 from megatron_fr.sync.buckets import Bucket, buckets
+from megatron_fr.sync.engine_layout import Stored, uncheckable, uncheckable_experts
 from megatron_fr.sync.group import join_update_group
+from megatron_fr.sync.verify import PushRecord, difference
+
+log = logging.getLogger(__name__)
+
+_UNVERIFIED = "set sync.verify=false to go without this check (the probe of fresh tokens, sync.probe_tokens, remains)"
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one sync took."""
+    """What one sync took; ``verify_s``, of comparing checksums, is part of ``seconds``."""
 
     version: int
     seconds: float
     num_bytes: int
     num_tensors: int
+    verify_s: float
 
 
 class WeightPublisher:
@@ -37,6 +46,10 @@ class WeightPublisher:
 
     Args:
         engines: base URLs.
+        layout: of the model in the engines, every tensor that a push must have; see
+            :func:`~megatron_fr.sync.engine_layout.engine_layout`.
+        verify: compare a checksum of every parameter of every engine with what was sent.
+        dtype: of the tensors, torch's name without the prefix.
         engine_world_size: ranks of one engine (its TP size).
         backend: "nccl" or "gloo".
         host: this machine's address as the engines reach it.
@@ -48,6 +61,9 @@ class WeightPublisher:
         self,
         engines: Sequence[str],
         *,
+        layout: Mapping[str, Stored],
+        verify: bool,
+        dtype: str,
         engine_world_size: int,
         backend: str,
         host: str,
@@ -55,6 +71,11 @@ class WeightPublisher:
         timeout_s: float,
     ) -> None:
         self._engines = list(engines)
+        self._layout = layout
+        self._dtype = dtype
+        self._verify = verify
+        #: Engines whose checksums are compared, and whether those of experts are.
+        self._checked: dict[str, bool] = {}
         self._engine_world_size = engine_world_size
         self._backend = backend
         self._host = host
@@ -105,12 +126,16 @@ class WeightPublisher:
                 f"engines that did not join: {', '.join(silent) or 'none'} ({error})"
             ) from error
         self._wait(joining)
+        if self._verify:
+            infos = [self._threads.submit(self._request, "GET", engine, "/server_info") for engine in self._engines]
+            self._checked = self._checkable(self._wait(infos))
 
     def publish(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
         """Replace the engines' weights and label them ``version``; running generations are paused, not restarted.
 
         Raises:
-            SyncError: an engine refused or did not answer. Its weights must then be taken as broken.
+            SyncError: an engine refused, did not answer, or holds something else than was sent; or ``named`` are not
+                the model's tensors. The engines' weights must then be taken as broken; their generations stay paused.
         """
         if self._group is None:
             raise SyncError("publish before connect: no weight-update group")
@@ -118,13 +143,15 @@ class WeightPublisher:
         num_bytes = num_tensors = 0
         self._all("/pause_generation", {"mode": "in_place"})
         self._all("/begin_weight_update", {})
-        for bucket, last in _mark_last(buckets(named, max_bytes=self._max_bucket_bytes)):
+        record = PushRecord(self._layout, self._engine_world_size, checksums=bool(self._checked))
+        for bucket, last in _mark_last(buckets(record.watch(named), max_bytes=self._max_bucket_bytes)):
             num_bytes += bucket.num_bytes
             num_tensors += len(bucket.names)
             self._send(bucket, version if last else None)
         self._all("/end_weight_update", {})
+        verify_s = record.seconds + self._compare(record, version)
         self._all("/continue_generation", {})
-        return SyncReport(version, time.monotonic() - started, num_bytes, num_tensors)
+        return SyncReport(version, time.monotonic() - started, num_bytes, num_tensors, verify_s)
 
     def close(self) -> None:
         """Leave the group (the engines notice when they next use it) and end the threads."""
@@ -156,32 +183,63 @@ class WeightPublisher:
         work.wait()
         self._wait(pending)
 
+    def _checkable(self, infos: Sequence[Any]) -> dict[str, bool]:
+        checked: dict[str, bool] = {}
+        for engine, info in zip(self._engines, infos, strict=True):
+            if (reason := uncheckable(info, self._dtype)) is not None:
+                log.warning("engine %s: no checksum of its weights is compared, because of its %s", engine, reason)
+                continue
+            experts = uncheckable_experts(info)
+            checked[engine] = experts is None
+            if experts is not None and any(stored.expert for stored in self._layout.values()):
+                log.warning("engine %s: no checksum of its experts is compared, because of its %s", engine, experts)
+        return checked
+
+    def _compare(self, record: PushRecord, version: int) -> float:
+        """Compare what the engines hold with what was sent; returns the seconds that it took."""
+        started = time.monotonic()
+        body = {"action": "checksum", "selector": "target"}
+        try:
+            answers = self._wait([self._post(engine, "/weights_checker", body) for engine in self._checked])
+        except SyncError as error:
+            raise SyncError(f"after the push of version {version}: {error}; {_UNVERIFIED}") from error
+        for (engine, experts), answer in zip(self._checked.items(), answers, strict=True):
+            problem = difference(record, answer, experts=experts)
+            if problem is not None:
+                raise SyncError(
+                    f"after the push of version {version}, engine {engine} does not hold it: {problem}. Its model does "
+                    "not know these names, or stores them in a layout that is not known here: see its log for what it "
+                    f"did not load, use the SGLang release of launch/constraints.txt, or {_UNVERIFIED}"
+                )
+        return time.monotonic() - started
+
     def _all(self, path: str, body: dict[str, Any]) -> None:
         self._wait([self._post(engine, path, body) for engine in self._engines])
 
-    def _post(self, engine: str, path: str, body: dict[str, Any]) -> Future[None]:
-        return self._threads.submit(self._post_now, engine, path, body)
+    def _post(self, engine: str, path: str, body: dict[str, Any]) -> Future[Any]:
+        return self._threads.submit(self._request, "POST", engine, path, body)
 
-    def _post_now(self, engine: str, path: str, body: dict[str, Any]) -> None:
+    def _request(self, method: str, engine: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The answer's JSON, None where it is none."""
         try:
-            response = self._http.post(engine + path, json=body)
+            response = self._http.request(method, engine + path, json=body)
         except httpx.HTTPError as error:
             raise SyncError(f"engine {engine}{path}: {type(error).__name__}: {error}") from error
-        problem = _problem(response)
+        try:
+            answer = response.json()
+        except json.JSONDecodeError:
+            answer = None
+        problem = _problem(response, answer)
         if problem is not None:
             raise SyncError(f"engine {engine}{path}: {problem}")
+        return answer
 
-    def _wait(self, pending: Sequence[Future[None]]) -> None:
-        for future in pending:
-            future.result(timeout=self._timeout_s)
+    def _wait(self, pending: Sequence[Future[Any]]) -> list[Any]:
+        return [future.result(timeout=self._timeout_s) for future in pending]
 
 
-def _problem(response: httpx.Response) -> str | None:
+def _problem(response: httpx.Response, body: Any) -> str | None:
     """Why an answer is a failure: SGLang also says ``success: false`` with status 200."""
-    try:
-        body = response.json()
-    except json.JSONDecodeError:
-        body = None
     if response.status_code != 200:
         return f"HTTP {response.status_code}: {response.text[:500]}"
     if isinstance(body, dict) and body.get("success") is False:

@@ -283,7 +283,7 @@ class TrainerLoop:
 def _sync_row(sync: SyncMetrics | None) -> dict[str, float]:
     if sync is None:
         return {}
-    row = {"sync/seconds": sync.seconds, "sync/bytes": float(sync.num_bytes)}
+    row = {"sync/seconds": sync.seconds, "sync/verify_s": sync.verify_s, "sync/bytes": float(sync.num_bytes)}
     if sync.probe_difference is not None:
         row["sync/probe_logprob_diff"] = sync.probe_difference
     return row

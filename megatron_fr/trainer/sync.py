@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,8 @@ from megatron.core import parallel_state
 from megatron_fr.config import RunConfig
 from megatron_fr.device import Device
 from megatron_fr.errors import RequestFailed, SyncError
-from megatron_fr.sync.publisher import WeightPublisher
+from megatron_fr.sync.engine_layout import engine_layout
+from megatron_fr.sync.publisher import SyncReport, WeightPublisher
 from megatron_fr.trainer.client import RolloutClient
 from megatron_fr.trainer.feed import BatchFeed, from_rank_zero
 from megatron_fr.trainer.policy import Policy
@@ -21,9 +23,11 @@ from megatron_fr.trajectory import Trajectory
 
 @dataclass(frozen=True)
 class SyncMetrics:
-    """Of one sync: seconds, bytes, and of its probe seconds and mean |log-probability difference| (None: no probe)."""
+    """Of one sync: seconds, those of comparing checksums among them, bytes, and of its probe seconds and mean
+    |log-probability difference| (None: no probe)."""
 
     seconds: float
+    verify_s: float
     num_bytes: int
     probe_s: float
     probe_difference: float | None
@@ -49,6 +53,9 @@ class WeightSync:
         if dist.get_rank() == 0:
             self._publisher = WeightPublisher(
                 self._engines,
+                layout=engine_layout(policy.hf_config),
+                verify=config.sync.verify,
+                dtype=config.model.dtype,
                 engine_world_size=config.rollout.engine_tensor,
                 backend=device.collective_backend,
                 host=host,
@@ -58,17 +65,17 @@ class WeightSync:
         from_rank_zero(lambda: self._publisher.connect() if self._publisher else None)
 
     def push(self, version: int) -> SyncMetrics:
-        """Bring every engine to ``version`` and compare fresh tokens with this model.
+        """Bring every engine to ``version``, and compare its weights and fresh tokens with this model.
 
         Raises:
             SyncError: the engines did not take the weights, or compute something else with them.
         """
         started = time.monotonic()
-        num_bytes = _gather_and_publish(self._publisher, self._policy, version)
+        report = _gather_and_publish(self._publisher, self._policy, version)
         seconds = time.monotonic() - started
         started = time.monotonic()
         difference = self._probe(version)
-        return SyncMetrics(seconds, num_bytes, time.monotonic() - started, difference)
+        return SyncMetrics(seconds, report.verify_s, report.num_bytes, time.monotonic() - started, difference)
 
     def close(self) -> None:
         """Leave the update group."""
@@ -111,27 +118,27 @@ class WeightSync:
             ) from error
 
 
-def _gather_and_publish(publisher: WeightPublisher | None, policy: Policy, version: int) -> int:
-    """Rank 0 publishes the stream that all ranks gather together; returns the bytes sent, on every rank.
+def _gather_and_publish(publisher: WeightPublisher | None, policy: Policy, version: int) -> SyncReport:
+    """Rank 0 publishes the stream that all ranks gather together; returns its report on every rank.
 
     Raises:
         SyncError: publishing failed; every rank raises it.
     """
     stream = policy.hf_tensors()
-    failure: str | None = None
-    num_bytes = 0
+    box: list[Any] = [None, None]
     if publisher is not None:
         named = ((name, tensor) for name, tensor in stream if tensor is not None)
         try:
-            num_bytes = publisher.publish(named, version).num_bytes
+            box[0] = publisher.publish(named, version)
         except SyncError as error:
-            failure = str(error)
+            box[1] = str(error)
     # The other ranks walk the stream for its collectives; so does rank 0 when publishing broke off half-way.
     for _ in stream:
         continue
-    box = [failure, num_bytes]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(box, src=0)
-    if box[0] is not None:
-        raise SyncError(str(box[0]))
-    return int(box[1] or 0)
+    report, failure = box
+    if report is None:
+        raise SyncError(str(failure))
+    assert isinstance(report, SyncReport)
+    return report

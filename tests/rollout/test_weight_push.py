@@ -3,40 +3,95 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hf_reference import forward, next_logprobs
-from test_session import PROMPT, check, connect, finish, load_weights
+from test_session import PROMPT, check, connect, finish, load_weights, post
 
 from megatron_fr.bridge import hf_tensor_specs, read_hf_config
 from megatron_fr.config.sections import SyncConfig
+from megatron_fr.errors import SyncError
 from megatron_fr.rollout.engine import Engine
 from megatron_fr.rollout.session import EngineSession
+from megatron_fr.sync.buckets import Bucket
+from megatron_fr.sync.engine_layout import engine_layout
 from megatron_fr.sync.publisher import SyncReport, WeightPublisher
 from megatron_fr.trajectory import ModelLimits, Trajectory
 
 pytestmark = pytest.mark.slow
 
+Named = Iterable[tuple[str, torch.Tensor]]
 
-def weights(folder: Path) -> Iterable[tuple[str, torch.Tensor]]:
+
+class Renaming(WeightPublisher):
+    """Tells the engine other names than the model's: it drops what it does not know, and answers with success."""
+
+    rename: Callable[[str], str] = staticmethod(lambda name: name)
+
+    def _send(self, bucket: Bucket, version: int | None) -> None:
+        bucket.names = [self.rename(name) for name in bucket.names]
+        super()._send(bucket, version)
+
+
+def weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """In the order of the bridge, in which tensors that the engine loads as one follow each other."""
     tensors = load_file(folder / "model.safetensors")
     for spec in hf_tensor_specs(read_hf_config(folder), torch.float32):
         yield spec.name, tensors[spec.name]
 
 
-def test_many_buckets_make_the_new_model_and_no_old_prefix_is_read(
-    engine: Engine, limits: ModelLimits, models: list[Path]
-) -> None:
-    async def sample(version: int | None = None) -> Trajectory:
+def moved(folder: Path, target: Path) -> Path:
+    """The model one step of Adam at the recipes' learning rate later: every weight moved by 1e-6, in a new folder."""
+    shutil.copytree(folder, target)
+    generator = torch.Generator().manual_seed(5)
+    tensors = {
+        name: tensor + 1e-6 * torch.randn(tensor.shape, generator=generator).sign() for name, tensor in weights(folder)
+    }
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@contextmanager
+def publishing(engine: Engine, models: list[Path], limits: ModelLimits, *, verify: bool) -> Iterator[Renaming]:
+    """A connected publisher; afterwards the engine holds the first model again."""
+
+    async def restore() -> None:
+        async with connect(engine, limits) as client:
+            await post(client, "/continue_generation")  # a push that fails leaves the engine paused
+            await load_weights(client, models[0], client.version + 1)
+
+    publisher = Renaming(
+        [engine.url],
+        layout=engine_layout(read_hf_config(models[0])),
+        verify=verify,
+        dtype="float32",
+        engine_world_size=1,
+        backend="gloo",
+        host="127.0.0.1",
+        max_bucket_bytes=100_000,  # q, k and v, and the experts' gate and up, fall into different ones
+        timeout_s=60,
+    )
+    try:
+        publisher.connect()
+        yield publisher
+    finally:
+        publisher.close()
+        asyncio.run(restore())
+
+
+def sample(engine: Engine, limits: ModelLimits, version: int | None = None) -> Trajectory:
+    async def generate() -> Trajectory:
         async with connect(engine, limits) as client:
             if version is not None:
                 assert client.version == version
@@ -45,45 +100,97 @@ def test_many_buckets_make_the_new_model_and_no_old_prefix_is_read(
             await session.generate(stop_token_ids=[])
             return finish(session)
 
-    async def restore() -> None:
-        async with connect(engine, limits) as client:
-            await load_weights(client, models[0], client.version + 1)
+    return asyncio.run(generate())
 
-    async def current() -> int:
+
+def resume(engine: Engine, limits: ModelLimits) -> int:
+    """Let generations go on that a failed push left paused; returns the engine's version."""
+
+    async def go_on() -> int:
         async with connect(engine, limits) as client:
+            await post(client, "/continue_generation")
             return client.version
 
-    async def push(publisher: WeightPublisher, named: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
-        return await asyncio.to_thread(publisher.publish, named, version)
+    return asyncio.run(go_on())
 
-    publisher = WeightPublisher(
-        [engine.url],
-        engine_world_size=1,
-        backend="gloo",
-        host="127.0.0.1",
-        max_bucket_bytes=100_000,  # q, k and v, and the experts' gate and up, fall into different ones
-        timeout_s=60,
-    )
-    publisher.connect()
-    try:
-        check(asyncio.run(sample()), limits, models[0])  # and its prompt's keys and values are in the prefix cache now
-        version = asyncio.run(current()) + 1
-        report = asyncio.run(push(publisher, weights(models[1]), version))
+
+def probed(trajectory: Trajectory, model: Path) -> float:
+    """What the trainer's probe would measure, were ``model`` the trainer's."""
+    tokens = trajectory.tokens.tolist()
+    trainer = next_logprobs(forward(model, tokens)[0], tokens[1:])
+    acted = trajectory.action_mask[1:]
+    difference = np.abs(trajectory.behavior_logprobs[1:][acted] - trainer[acted])[: SyncConfig().probe_tokens]
+    return float(difference.mean())
+
+
+def test_many_buckets_make_the_new_model_and_no_old_prefix_is_read(
+    engine: Engine, limits: ModelLimits, models: list[Path]
+) -> None:
+    with publishing(engine, models, limits, verify=False) as publisher:
+        trajectory = sample(engine, limits)
+        check(trajectory, limits, models[0])  # and its prompt's keys and values are in the prefix cache now
+        version = resume(engine, limits) + 1
+        report: SyncReport = publisher.publish(weights(models[1]), version)
         assert report.num_tensors == len(list(weights(models[1])))
         assert report.num_bytes > 10 * 100_000
-        check(asyncio.run(sample(version)), limits, models[1])
+        check(sample(engine, limits, version), limits, models[1])
 
         # An engine takes tensors that it has no place for, loads none of them, and answers with success. Nothing in
-        # its answers says so; the fresh tokens that are compared after every sync do.
-        strange = ((f"strange.{name}", tensor) for name, tensor in weights(models[0]))
-        asyncio.run(push(publisher, strange, version + 1))
-        trajectory = asyncio.run(sample(version + 1))
+        # its answers says so; the fresh tokens that are compared after every sync do when the weights differ enough.
+        publisher.rename = lambda name: f"strange.{name}"
+        publisher.publish(weights(models[0]), version + 1)
+        trajectory = sample(engine, limits, version + 1)
         check(trajectory, limits, models[1])
-        tokens = trajectory.tokens.tolist()
-        trainer = next_logprobs(forward(models[0], tokens)[0], tokens[1:])
-        acted = trajectory.action_mask[1:]
-        difference = np.abs(trajectory.behavior_logprobs[1:][acted] - trainer[acted])[: SyncConfig().probe_tokens]
-        assert difference.mean() > 2 * SyncConfig().max_probe_difference
-    finally:
-        publisher.close()
-        asyncio.run(restore())
+        assert probed(trajectory, models[0]) > 2 * SyncConfig().max_probe_difference
+
+
+def test_every_parameter_is_compared_and_what_the_engine_dropped_is_named_where_fresh_tokens_do_not_show_it(
+    engine: Engine, limits: ModelLimits, models: list[Path], tmp_path: Path
+) -> None:
+    def push(publisher: Renaming, renamed: Callable[[str], bool]) -> str:
+        """An engine that drops some tensors of an update of the recipes' size; returns the error."""
+        publisher.rename = lambda name: f"strange.{name}" if renamed(name) else name
+        with pytest.raises(SyncError) as raised:
+            publisher.publish(weights(after), version)
+        publisher.rename = lambda name: name
+        assert resume(engine, limits) == version
+        return str(raised.value)
+
+    async def end() -> None:
+        async with connect(engine, limits) as client:
+            await post(client, "/end_weight_update")  # where a push broke off half-way
+
+    after = moved(models[0], tmp_path / "moved")
+    with publishing(engine, models, limits, verify=True) as publisher:
+        version = resume(engine, limits) + 1
+        assert publisher.publish(weights(models[0]), version).verify_s > 0
+
+        message = push(publisher, lambda name: True)  # all of them, at every sync
+        names = {stored.param for stored in engine_layout(read_hf_config(after)).values()}
+        assert f"after the push of version {version}, engine {engine.url} does not hold it: " in message
+        assert f"{len(names)} of {len(names)} parameters are not what was sent" in message
+        assert "sync.verify=false" in message
+        assert probed(sample(engine, limits, version), after) < SyncConfig().max_probe_difference / 100
+
+        layer = "model.layers.1."
+        for tensor, param in {
+            "model.embed_tokens.weight": "model.embed_tokens.weight",
+            f"{layer}input_layernorm.weight": f"{layer}input_layernorm.weight",
+            f"{layer}self_attn.k_proj.weight": f"{layer}self_attn.qkv_proj.weight",
+            f"{layer}self_attn.q_norm.weight": f"{layer}self_attn.q_norm.weight",
+            f"{layer}self_attn.o_proj.weight": f"{layer}self_attn.o_proj.weight",
+            f"{layer}mlp.gate.weight": f"{layer}mlp.gate.weight",
+            f"{layer}mlp.experts.5.up_proj.weight": f"{layer}mlp.experts.w13_weight",
+            f"{layer}mlp.experts.7.down_proj.weight": f"{layer}mlp.experts.w2_weight",
+            "model.norm.weight": "model.norm.weight",
+            "lm_head.weight": "lm_head.weight",
+        }.items():
+            publisher.publish(weights(models[0]), version)
+            message = push(publisher, lambda name, dropped=tensor: name == dropped)
+            assert f"1 of {len(names)} parameters are not what was sent: {param} (other bytes, of " in message
+
+        # Nothing of a push that lacks tensors is labelled: the engine stays at its version.
+        with pytest.raises(SyncError, match=re.escape("the push has 68 tensors, the model 69")):
+            publisher.publish(list(weights(after))[:-1], version + 1)
+        asyncio.run(end())
+        assert resume(engine, limits) == version

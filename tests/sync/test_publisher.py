@@ -33,7 +33,15 @@ def silent() -> Iterator[str]:
 
 def publisher(*engines: str) -> WeightPublisher:
     return WeightPublisher(
-        engines, engine_world_size=1, backend="gloo", host="127.0.0.1", max_bucket_bytes=1000, timeout_s=3
+        engines,
+        layout={},
+        verify=False,
+        dtype="float32",
+        engine_world_size=1,
+        backend="gloo",
+        host="127.0.0.1",
+        max_bucket_bytes=1000,
+        timeout_s=3,
     )
 
 
