@@ -3,13 +3,15 @@
 Worked example, Qwen3-MoE with 4 query heads, 2 KV heads and 8 experts on an engine of TP 2: rank 1's
 ``self_attn.qkv_proj.weight`` is q's heads 2 and 3, k's head 1 and v's head 1, one below the other; its
 ``mlp.experts.w13_weight`` is, expert after expert, the lower half of gate's rows and the lower half of up's.
+Where sizes are rounded up, what is added is zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
@@ -18,8 +20,10 @@ from megatron_fr.bridge.mappings import QKV, Copy, GatedMLP, RowParallel, VocabP
 from megatron_fr.bridge.registry import Entry, entries
 from megatron_fr.errors import ModelError
 
-#: SGLang rounds the vocabulary up to a multiple of this; the rows added are zero.
+#: SGLang rounds the vocabulary up to a multiple of this.
 _VOCAB_MULTIPLE = 64
+#: And on CPUs each rank's share of an MLP's width.
+_CPU_WIDTH_MULTIPLE = 32
 
 #: ``(tensor, rank, size)`` to the part of the tensor that TP rank ``rank`` of ``size`` stores.
 Cut = Callable[[torch.Tensor, int, int], torch.Tensor]
@@ -42,14 +46,18 @@ class Stored:
     expert: bool
 
 
-def engine_layout(hf_config: Any) -> dict[str, Stored]:
+def engine_layout(hf_config: Any, device: Literal["cpu", "cuda"]) -> dict[str, Stored]:
     """Every Hugging Face tensor of a model, in the order in which the bridge streams them.
+
+    Args:
+        device: of the engine.
 
     Raises:
         ModelError: the model's architecture has no mapping, or one with a kind of rule that is unknown here.
     """
     dims = Dims.from_hf(hf_config)
-    named = [found for entry in entries(hf_config) for found in _stored(entry, dims)]
+    width = _CPU_WIDTH_MULTIPLE if device == "cpu" else 1
+    named = [found for entry in entries(hf_config) for found in _stored(entry, dims, width)]
     final = {param: name for name, param, _ in named}
     return {
         name: Stored(param, cut, last=final[param] == name, expert=".experts." in param) for name, param, cut in named
@@ -93,7 +101,7 @@ def uncheckable_experts(info: dict[str, Any]) -> str | None:
     return None
 
 
-def _stored(entry: Entry, dims: Dims) -> list[tuple[str, str, Cut]]:
+def _stored(entry: Entry, dims: Dims, width: int) -> list[tuple[str, str, Cut]]:
     """``(Hugging Face name, engine's parameter, cut)`` of an entry's tensors."""
     first, rule = entry.hf[0], entry.rule
     experts = first.rpartition(f".{entry.expert}.")[0] if rule.per_expert else None
@@ -103,13 +111,14 @@ def _stored(entry: Entry, dims: Dims) -> list[tuple[str, str, Cut]]:
         case VocabParallel():
             return [(first, first, _vocabulary)]
         case RowParallel():
-            return [(first, f"{experts}.w2_weight" if experts else first, _columns)]
+            share = 1 if rule.shape[1] == "q_size" else width
+            return [(first, f"{experts}.w2_weight" if experts else first, partial(_columns, share))]
         case GatedMLP():
             param = f"{experts}.w13_weight" if experts else first.replace("gate_proj", "gate_up_proj")
-            return [(name, param, _rows) for name in entry.hf]
+            return [(name, param, partial(_rows, width)) for name in entry.hf]
         case QKV():
-            param, cuts = first.replace("q_proj", "qkv_proj"), (_rows, _kv_rows(dims), _kv_rows(dims))
-            return [(name, param, cut) for name, cut in zip(entry.hf, cuts, strict=True)]
+            param, kv = first.replace("q_proj", "qkv_proj"), partial(_kv_rows, dims.kv_heads)
+            return [(name, param, cut) for name, cut in zip(entry.hf, (partial(_rows, 1), kv, kv), strict=True)]
     raise ModelError(
         f"{first}: no engine layout is known for rules of the kind {type(rule).__name__}; add it to {__name__}"
     )
@@ -119,27 +128,27 @@ def _whole(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     return tensor
 
 
-def _rows(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    rows = len(tensor) // size
-    return tensor[rank * rows : (rank + 1) * rows]
-
-
-def _columns(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    columns = tensor.shape[1] // size
-    return tensor[:, rank * columns : (rank + 1) * columns]
-
-
-def _kv_rows(dims: Dims) -> Cut:
-    def cut(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        copies = max(1, size // dims.kv_heads)  # with more ranks than heads, neighbours hold the same head
-        return _rows(tensor, rank // copies, size // copies)
-
-    return cut
-
-
 def _vocabulary(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    rows = -(-len(tensor) // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE // size
-    held = tensor[rank * rows : (rank + 1) * rows]
+    return _piece(tensor, -(-len(tensor) // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE // size, rank)
+
+
+def _rows(multiple: int, tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """A rank's rows, whose number is rounded up to a multiple of ``multiple``."""
+    return _piece(tensor, -(-len(tensor) // (multiple * size)) * multiple, rank)
+
+
+def _columns(multiple: int, tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    return _rows(multiple, tensor.T, rank, size).T
+
+
+def _kv_rows(heads: int, tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    copies = max(1, size // heads)  # with more ranks than heads, neighbours hold the same head
+    return _rows(1, tensor, rank // copies, size // copies)
+
+
+def _piece(tensor: torch.Tensor, rows: int, index: int) -> torch.Tensor:
+    """Rows ``index * rows`` and following, zero where the tensor has ended."""
+    held = tensor[index * rows : (index + 1) * rows]
     if len(held) == rows:
         return held
     return torch.cat([held, held.new_zeros(rows - len(held), *tensor.shape[1:])])

@@ -7,7 +7,6 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -62,19 +61,18 @@ def moved(folder: Path, target: Path) -> Path:
     return target
 
 
-@contextmanager
-def publishing(engine: Engine, models: list[Path], limits: ModelLimits, *, verify: bool) -> Iterator[Renaming]:
-    """A connected publisher; afterwards the engine holds the first model again."""
+@pytest.fixture(scope="module")
+def publisher(engine: Engine, models: list[Path], limits: ModelLimits) -> Iterator[Renaming]:
+    """Connected; afterwards the engine holds the first model again."""
 
     async def restore() -> None:
         async with connect(engine, limits) as client:
-            await post(client, "/continue_generation")  # a push that fails leaves the engine paused
             await load_weights(client, models[0], client.version + 1)
 
-    publisher = Renaming(
+    made = Renaming(
         [engine.url],
-        layout=engine_layout(read_hf_config(models[0])),
-        verify=verify,
+        layout=engine_layout(read_hf_config(models[0]), "cpu"),
+        verify=True,
         dtype="float32",
         engine_world_size=1,
         backend="gloo",
@@ -82,12 +80,10 @@ def publishing(engine: Engine, models: list[Path], limits: ModelLimits, *, verif
         max_bucket_bytes=100_000,  # q, k and v, and the experts' gate and up, fall into different ones
         timeout_s=60,
     )
-    try:
-        publisher.connect()
-        yield publisher
-    finally:
-        publisher.close()
-        asyncio.run(restore())
+    made.connect()
+    yield made
+    made.close()
+    asyncio.run(restore())
 
 
 def sample(engine: Engine, limits: ModelLimits, version: int | None = None) -> Trajectory:
@@ -103,15 +99,30 @@ def sample(engine: Engine, limits: ModelLimits, version: int | None = None) -> T
     return asyncio.run(generate())
 
 
-def resume(engine: Engine, limits: ModelLimits) -> int:
-    """Let generations go on that a failed push left paused; returns the engine's version."""
+def version_of(engine: Engine, limits: ModelLimits, *, after: str | None = None) -> int:
+    """The version that the engine says it holds; with ``after``, of a push that failed and left it paused.
 
-    async def go_on() -> int:
+    ``after`` says how far it came: ``half-way`` or ``compared``.
+    """
+
+    async def look() -> int:
         async with connect(engine, limits) as client:
-            await post(client, "/continue_generation")
+            if after == "half-way":
+                await post(client, "/end_weight_update")
+            if after is not None:
+                await post(client, "/continue_generation")
             return client.version
 
-    return asyncio.run(go_on())
+    return asyncio.run(look())
+
+
+def push_dropping(publisher: Renaming, named: Named, version: int, dropped: Callable[[str], bool]) -> str:
+    """A push of which the engine drops some tensors; returns the error."""
+    publisher.rename = lambda name: f"strange.{name}" if dropped(name) else name
+    with pytest.raises(SyncError) as raised:
+        publisher.publish(named, version)
+    publisher.rename = lambda name: name
+    return str(raised.value)
 
 
 def probed(trajectory: Trajectory, model: Path) -> float:
@@ -124,73 +135,65 @@ def probed(trajectory: Trajectory, model: Path) -> float:
 
 
 def test_many_buckets_make_the_new_model_and_no_old_prefix_is_read(
-    engine: Engine, limits: ModelLimits, models: list[Path]
+    engine: Engine, limits: ModelLimits, models: list[Path], publisher: Renaming
 ) -> None:
-    with publishing(engine, models, limits, verify=False) as publisher:
-        trajectory = sample(engine, limits)
-        check(trajectory, limits, models[0])  # and its prompt's keys and values are in the prefix cache now
-        version = resume(engine, limits) + 1
-        report: SyncReport = publisher.publish(weights(models[1]), version)
-        assert report.num_tensors == len(list(weights(models[1])))
-        assert report.num_bytes > 10 * 100_000
-        check(sample(engine, limits, version), limits, models[1])
+    check(sample(engine, limits), limits, models[0])  # and its prompt's keys and values are in the prefix cache now
+    version = version_of(engine, limits) + 1
+    report: SyncReport = publisher.publish(weights(models[1]), version)
+    assert report.num_tensors == len(list(weights(models[1])))
+    assert report.num_bytes > 10 * 100_000
+    assert 0 < report.verify_s < report.seconds
+    check(sample(engine, limits, version), limits, models[1])
 
-        # An engine takes tensors that it has no place for, loads none of them, and answers with success. Nothing in
-        # its answers says so; the fresh tokens that are compared after every sync do when the weights differ enough.
-        publisher.rename = lambda name: f"strange.{name}"
-        publisher.publish(weights(models[0]), version + 1)
-        trajectory = sample(engine, limits, version + 1)
-        check(trajectory, limits, models[1])
-        assert probed(trajectory, models[0]) > 2 * SyncConfig().max_probe_difference
+    # An engine takes tensors that it has no place for, loads none of them, and answers with success. Nothing in its
+    # answers says so; its checksums do, and the fresh tokens that are compared after every sync, here.
+    message = push_dropping(publisher, weights(models[0]), version + 1, lambda name: True)
+    assert "parameters are not what was sent" in message
+    assert version_of(engine, limits, after="compared") == version + 1
+    trajectory = sample(engine, limits, version + 1)
+    check(trajectory, limits, models[1])
+    assert probed(trajectory, models[0]) > 2 * SyncConfig().max_probe_difference
 
 
-def test_every_parameter_is_compared_and_what_the_engine_dropped_is_named_where_fresh_tokens_do_not_show_it(
-    engine: Engine, limits: ModelLimits, models: list[Path], tmp_path: Path
+def test_what_the_engine_dropped_is_named_where_fresh_tokens_do_not_show_it(
+    engine: Engine, limits: ModelLimits, models: list[Path], publisher: Renaming, tmp_path: Path
 ) -> None:
-    def push(publisher: Renaming, renamed: Callable[[str], bool]) -> str:
-        """An engine that drops some tensors of an update of the recipes' size; returns the error."""
-        publisher.rename = lambda name: f"strange.{name}" if renamed(name) else name
-        with pytest.raises(SyncError) as raised:
-            publisher.publish(weights(after), version)
-        publisher.rename = lambda name: name
-        assert resume(engine, limits) == version
-        return str(raised.value)
-
-    async def end() -> None:
-        async with connect(engine, limits) as client:
-            await post(client, "/end_weight_update")  # where a push broke off half-way
-
     after = moved(models[0], tmp_path / "moved")
-    with publishing(engine, models, limits, verify=True) as publisher:
-        version = resume(engine, limits) + 1
-        assert publisher.publish(weights(models[0]), version).verify_s > 0
+    version = version_of(engine, limits) + 1
+    publisher.publish(weights(models[0]), version)
 
-        message = push(publisher, lambda name: True)  # all of them, at every sync
-        names = {stored.param for stored in engine_layout(read_hf_config(after)).values()}
-        assert f"after the push of version {version}, engine {engine.url} does not hold it: " in message
-        assert f"{len(names)} of {len(names)} parameters are not what was sent" in message
-        assert "sync.verify=false" in message
-        assert probed(sample(engine, limits, version), after) < SyncConfig().max_probe_difference / 100
+    message = push_dropping(publisher, weights(after), version, lambda name: True)  # as it would at every sync
+    names = {stored.param for stored in engine_layout(read_hf_config(after), "cpu").values()}
+    assert f"after the push of version {version}, engine {engine.url} does not hold it: " in message
+    assert f"{len(names)} of {len(names)} parameters are not what was sent" in message
+    assert "sync.verify=false" in message
+    version_of(engine, limits, after="compared")
+    assert probed(sample(engine, limits, version), after) < SyncConfig().max_probe_difference / 100
 
-        layer = "model.layers.1."
-        for tensor, param in {
-            "model.embed_tokens.weight": "model.embed_tokens.weight",
-            f"{layer}input_layernorm.weight": f"{layer}input_layernorm.weight",
-            f"{layer}self_attn.k_proj.weight": f"{layer}self_attn.qkv_proj.weight",
-            f"{layer}self_attn.q_norm.weight": f"{layer}self_attn.q_norm.weight",
-            f"{layer}self_attn.o_proj.weight": f"{layer}self_attn.o_proj.weight",
-            f"{layer}mlp.gate.weight": f"{layer}mlp.gate.weight",
+    # Each push brings what the one before it dropped, so that only its own is missing.
+    layer, target = "model.layers.1.", after
+    for dropped in (
+        {"model.embed_tokens.weight": "", f"{layer}self_attn.k_proj.weight": f"{layer}self_attn.qkv_proj.weight"},
+        {f"{layer}self_attn.q_norm.weight": "", f"{layer}self_attn.o_proj.weight": "", f"{layer}mlp.gate.weight": ""},
+        {
             f"{layer}mlp.experts.5.up_proj.weight": f"{layer}mlp.experts.w13_weight",
             f"{layer}mlp.experts.7.down_proj.weight": f"{layer}mlp.experts.w2_weight",
-            "model.norm.weight": "model.norm.weight",
-            "lm_head.weight": "lm_head.weight",
-        }.items():
-            publisher.publish(weights(models[0]), version)
-            message = push(publisher, lambda name, dropped=tensor: name == dropped)
-            assert f"1 of {len(names)} parameters are not what was sent: {param} (other bytes, of " in message
+            "lm_head.weight": "",
+        },
+        {"model.norm.weight": ""},
+    ):
+        message = push_dropping(publisher, weights(target), version, dropped.__contains__)
+        version_of(engine, limits, after="compared")
+        assert f"{len(dropped)} of {len(names)} parameters are not what was sent: " in message
+        for tensor, param in dropped.items():
+            assert f"{param or tensor} (other bytes, of " in message
+        target = models[0] if target == after else after
 
-        # Nothing of a push that lacks tensors is labelled: the engine stays at its version.
-        with pytest.raises(SyncError, match=re.escape("the push has 68 tensors, the model 69")):
-            publisher.publish(list(weights(after))[:-1], version + 1)
-        asyncio.run(end())
-        assert resume(engine, limits) == version
+
+def test_a_push_that_lacks_a_tensor_does_not_bring_the_engine_to_its_version(
+    engine: Engine, limits: ModelLimits, models: list[Path], publisher: Renaming
+) -> None:
+    version = version_of(engine, limits)
+    with pytest.raises(SyncError, match=re.escape("the push has 68 tensors, the model 69")):
+        publisher.publish(list(weights(models[0]))[:-1], version + 1)
+    assert version_of(engine, limits, after="half-way") == version
