@@ -55,6 +55,7 @@ def test_a_run_trains_syncs_and_leaves_what_it_promises(
         assert row["policy/route_agreement"] > (0.99 if row["lag/max"] == 0 else 0.7)
         assert row["sync/bytes"] > 1e6
         assert 0 <= row["lag/max"] <= (0 if name.startswith("grpo") else 4)
+        assert row["sync/verify_s"] > 0  # every parameter of every engine was compared
     for promised in ("metrics.jsonl", "tensorboard", "run.png", "config.yaml", "logs"):
         assert (output / promised).exists(), promised
     folder = Path(text.split("model: ")[-1].split("\n")[0]) if "model: " in text else newest_model(output)
