@@ -21,6 +21,7 @@ from megatron_fr.errors import CheckpointError, UnreadableCheckpointError
 MANIFEST_FILE = "manifest.json"
 RUN_FILE = "run.json"
 _BLOCK = 1 << 20
+_LARGE = 10e9
 _THREADS = min(16, os.cpu_count() or 1)
 #: What the kernel says of a file that is not there or is something else; anything else says nothing of its content.
 _NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
@@ -121,6 +122,12 @@ def check_sum(folder: Path, name: str, entry: Entry, stop: Callable[[], bool] = 
         found = describe(folder / name, stop=stop)
     if not stop() and found["sha256"] != entry["sha256"]:
         raise CheckpointError(f"{name} has another checksum than {MANIFEST_FILE} says")
+
+
+def announce(folder: Path, entries: Mapping[str, Entry], say: Callable[[str], None]) -> None:
+    """Say what is about to be read where that takes more than a few seconds."""
+    if (size := sum(entry["bytes"] for entry in entries.values())) > _LARGE:
+        say(f"comparing checksums of {size / 1e9:.0f} GB in {folder}")
 
 
 def shares(entries: Mapping[str, Entry], number: int) -> list[dict[str, Entry]]:

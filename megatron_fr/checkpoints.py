@@ -29,6 +29,7 @@ from megatron_fr.checkpoint_manifest import (
     RUN_FILE,
     Entry,
     SumCheck,
+    announce,
     check_sizes,
     sync_folder,
     write_manifest,
@@ -243,15 +244,19 @@ def rename_aside(folder: Path) -> Path:
     return target
 
 
-def problem(folder: Path, stop: Callable[[], bool] = lambda: False) -> str | None:
+def problem(
+    folder: Path, stop: Callable[[], bool] = lambda: False, say: Callable[[str], None] = lambda _: None
+) -> str | None:
     """Why a checkpoint cannot be used, or None: every file of its manifest has its size and checksum.
 
     Args:
         stop: ends the reading early, when the answer no longer matters.
+        say: told where there is much to read.
     """
     try:
         entries = check_sizes(folder)
         read_record(folder)
+        announce(folder, entries, say)
         with SumCheck(folder, entries) as sums:
             while not sums.through(within_s=0.2):
                 if stop():
@@ -299,7 +304,7 @@ def newest_usable(
     """
 
     def check(folder: Path) -> str | None:
-        reason = problem(folder, stop)
+        reason = problem(folder, stop, say)
         return None if stop() else reason
 
     found = first_usable(candidates(output, say), say, check)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_fr import checkpoints
-from megatron_fr.checkpoint_manifest import SumCheck, check_sizes, shares
+from megatron_fr.checkpoint_manifest import SumCheck, announce, check_sizes, shares
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import CheckpointError
 from megatron_fr.trainer.feed import from_rank_zero
@@ -54,6 +54,8 @@ def problem(folder: Path) -> str | None:
         from_rank_zero(lambda: checkpoints.read_record(folder))
     except CheckpointError as error:
         return str(error)
+    if dist.get_rank() == 0:
+        announce(folder, entries, partial(print, flush=True))
     reason, wait_s = None, 0.05
     with SumCheck(folder, shares(entries, dist.get_world_size())[dist.get_rank()], _THREADS) as sums:
         while True:

@@ -42,7 +42,7 @@ from megatron_fr.trainer.checkpoint_state import (
 from megatron_fr.trainer.policy import Policy
 
 _PR_SET_PDEATHSIG = 1
-_POLL_S = 0.1
+_POLL_S = 0.5
 # Warnings of a format change and of an asynchronous writer that this package does not need.
 logging.getLogger("megatron.core.dist_checkpointing.strategies.torch").setLevel(logging.ERROR)
 
@@ -97,8 +97,10 @@ class BackgroundWriter:
             CheckpointError: a rank could not write; every rank raises it, rank 0 with the reason.
         """
         try:
+            pause_s = 0.01
             while not (done := bool(self._calls.maybe_finalize_async_calls(blocking=False))) and wait and self.busy:
-                time.sleep(_POLL_S)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _POLL_S)
             return done
         except Exception as error:  # CheckpointException (a BaseException of torch's) is handled below
             raise CheckpointError(_root_cause(error)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -126,6 +127,18 @@ def test_the_check_ends_early_when_the_run_is_interrupted(tmp_path: Path) -> Non
     assert newest_usable(tmp_path, said.append, stop) is None
     assert asked
     assert said == []
+
+
+def test_a_check_that_takes_long_is_announced(tmp_path: Path) -> None:
+    folder = write(tmp_path, 1)
+    data = folder / "__0_0.distcp"
+    os.truncate(data, 11_000_000_000)  # a hole: it takes no room, and is not read to its end
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][data.name]["bytes"] = 11_000_000_000
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    said: list[str] = []
+    assert newest_usable(tmp_path, said.append, lambda: True) is None
+    assert said == [f"comparing checksums of 11 GB in {folder}"]
 
 
 def killed_in_rename(output: Path, number: int) -> None:
