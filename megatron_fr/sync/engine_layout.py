@@ -111,11 +111,13 @@ def _stored(entry: Entry, dims: Dims, width: int) -> list[tuple[str, str, Cut]]:
         case VocabParallel():
             return [(first, first, _vocabulary)]
         case RowParallel():
-            share = 1 if rule.shape[1] == "q_size" else width
-            return [(first, f"{experts}.w2_weight" if experts else first, partial(_columns, share))]
+            if experts:
+                return [(first, f"{experts}.w2_weight", partial(_expert_columns, width))]
+            return [(first, first, partial(_columns, 1 if rule.shape[1] == "q_size" else width))]
         case GatedMLP():
-            param = f"{experts}.w13_weight" if experts else first.replace("gate_proj", "gate_up_proj")
-            return [(name, param, partial(_rows, width)) for name in entry.hf]
+            if experts:
+                return [(name, f"{experts}.w13_weight", partial(_expert_rows, width)) for name in entry.hf]
+            return [(name, first.replace("gate_proj", "gate_up_proj"), partial(_rows, width)) for name in entry.hf]
         case QKV():
             param, kv = first.replace("q_proj", "qkv_proj"), partial(_kv_rows, dims.kv_heads)
             return [(name, param, cut) for name, cut in zip(entry.hf, (partial(_rows, 1), kv, kv), strict=True)]
@@ -139,6 +141,15 @@ def _rows(multiple: int, tensor: torch.Tensor, rank: int, size: int) -> torch.Te
 
 def _columns(multiple: int, tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     return _rows(multiple, tensor.T, rank, size).T
+
+
+def _expert_rows(multiple: int, tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """As :func:`_rows`, but every rank's share is the same, each with zeros below it."""
+    return _piece(_rows(1, tensor, rank, size), -(-len(tensor) // (multiple * size)) * multiple, 0)
+
+
+def _expert_columns(multiple: int, tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    return _expert_rows(multiple, tensor.T, rank, size).T
 
 
 def _kv_rows(heads: int, tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:

@@ -50,7 +50,7 @@ def digest(array: np.ndarray) -> str:
 def by_hand(weights: Arrays, size: int, rank: int, added: int) -> Arrays:
     """What TP rank ``rank`` of the tiny model's engine stores: 4 heads, 2 KV heads, 8 experts.
 
-    ``added`` rows of zeros make the MLPs' width divisible.
+    ``added`` rows of zeros make the MLPs' width divisible; experts have them rank by rank.
     """
 
     def rows(array: np.ndarray, parts: int = size, part: int = rank) -> np.ndarray:
@@ -59,8 +59,8 @@ def by_hand(weights: Arrays, size: int, rank: int, added: int) -> Arrays:
     def wide(array: np.ndarray) -> np.ndarray:
         return rows(np.pad(array, ((0, added), (0, 0))))
 
-    def together(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-        return np.concatenate([wide(gate), wide(up)])
+    def expert(array: np.ndarray) -> np.ndarray:
+        return np.pad(rows(array), ((0, added // size), (0, 0)))
 
     vocabulary = len(weights["lm_head.weight"])
     kv = (size, rank) if size <= 2 else (2, rank // (size // 2))
@@ -77,14 +77,15 @@ def by_hand(weights: Arrays, size: int, rank: int, added: int) -> Arrays:
                 [weights[name.replace(".0.gate", f".{e}.{x}")] for x in ("gate", "up", "down")] for e in range(8)
             ]
             prefix = name.split("0.gate")[0]
-            stored[f"{prefix}w13_weight"] = np.stack([together(gate, up) for gate, up, _ in experts])
-            stored[f"{prefix}w2_weight"] = np.stack([wide(down.T).T for _, _, down in experts])
+            stored[f"{prefix}w13_weight"] = np.stack(
+                [np.concatenate([expert(gate), expert(up)]) for gate, up, _ in experts]
+            )
+            stored[f"{prefix}w2_weight"] = np.stack([expert(down.T).T for _, _, down in experts])
         elif ".experts." in name or stem.endswith((".k", ".v", ".up")):
             continue
         elif ".gate_proj" in name:
-            stored[name.replace("gate_proj", "gate_up_proj")] = together(
-                array, weights[name.replace("gate_proj", "up_proj")]
-            )
+            up = weights[name.replace("gate_proj", "up_proj")]
+            stored[name.replace("gate_proj", "gate_up_proj")] = np.concatenate([wide(array), wide(up)])
         elif stem.endswith(".o"):
             stored[name] = np.split(array, size, axis=1)[rank]
         elif stem.endswith(".down"):
