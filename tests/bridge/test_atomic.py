@@ -131,7 +131,11 @@ def test_two_writers_to_one_folder_the_second_is_refused_and_the_first_goes_on(t
     assert_alone(tmp_path / "out", "first")
 
 
-def test_while_it_is_replaced_again_and_again_a_whole_folder_is_always_there(out: Path) -> None:
+def test_while_it_is_replaced_again_and_again_a_whole_folder_is_always_there(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # takes most of the time
+
     def writer(done: Any) -> None:
         for number in range(200):
             write(out, str(number))
