@@ -87,8 +87,9 @@ def _check_replaceable(out: Path, overwrite: bool) -> None:
     if held and not any((out / name).is_file() for name in ("config.json", ".metadata")):
         raise ModelError(f"{out} exists and holds neither a model nor a checkpoint; choose another folder or empty it")
     if held and not overwrite:
+        more = f" and {len(held) - 1} more" if len(held) > 1 else ""
         raise ModelError(
-            f"{out} exists and holds {held[0]} and {len(held) - 1} more; choose another folder, or replace it and all "
+            f"{out} exists and holds {held[0]}{more}; choose another folder, or replace it and all "
             "that it holds with --overwrite"
         )
 

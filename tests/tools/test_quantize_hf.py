@@ -146,9 +146,16 @@ def test_a_damaged_model_folder_and_a_target_in_use_are_refused_before_calibrati
         quantize.quantize_hf(model, out, [])
     assert not out.exists()
     weights.write_bytes(whole)
+    tensors = load_file(weights)
+    del tensors["model.layers.1.self_attn.v_proj.weight"]  # transformers would draw it at random
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"missing, among them 'model\.layers\.1\.self_attn\.v_proj\.weight'"):
+        quantize.quantize_hf(model, out, [])
+    assert not out.exists()
+    weights.write_bytes(whole)
     out.mkdir()
     (out / "config.json").write_text("of an earlier export")
-    with pytest.raises(ModelError, match=r"fp8 exists and holds config\.json and 0 more; .* --overwrite"):
+    with pytest.raises(ModelError, match=r"fp8 exists and holds config\.json; .* --overwrite"):
         quantize.quantize_hf(model, out, [])
 
 
