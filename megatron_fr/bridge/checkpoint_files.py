@@ -22,13 +22,16 @@ METADATA_NAME = ".metadata"
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The torch_dist folder at ``path``, or the only one below it.
+    """The torch_dist folder at ``path``, or the only one below it, not counting hidden folders (unfinished writes).
 
     Raises:
         ModelError: there is none, or more than one.
     """
     path = Path(path)
-    found = [path] if (path / METADATA_NAME).is_file() else sorted(file.parent for file in path.rglob(METADATA_NAME))
+    found = [path]
+    if not (path / METADATA_NAME).is_file():
+        below = sorted(file.parent for file in path.rglob(METADATA_NAME))
+        found = [folder for folder in below if not any(p.startswith(".") for p in folder.relative_to(path).parts)]
     if len(found) == 1:
         return found[0]
     if not found:

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_fr import checkpoints
+from megatron_fr.bridge.checkpoint_files import find_checkpoint
 from megatron_fr.bridge.to_hf import convert_megatron_to_hf
 from megatron_fr.bridge.to_megatron import convert_hf_to_megatron
 from megatron_fr.checkpoints import RunRecord
@@ -262,6 +263,16 @@ def test_a_link_to_an_earlier_result_stays_and_leads_to_the_new_one(
     assert (
         load_file(tmp_path / "real" / "model.safetensors").keys() == load_file(pristine[0] / "model.safetensors").keys()
     )
+
+
+def test_what_a_killed_conversion_left_is_not_taken_for_a_checkpoint(
+    pristine: tuple[Path, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(pristine[1], tmp_path / ".whole.tmp" / "whole")
+    with pytest.raises(ModelError, match="holds no Megatron checkpoint"):
+        find_checkpoint(tmp_path)
+    shutil.copytree(pristine[1], tmp_path / "whole")
+    assert find_checkpoint(tmp_path) == tmp_path / "whole"
 
 
 @pytest.mark.parametrize("dtype", ["auto", "int8"])
