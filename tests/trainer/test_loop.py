@@ -57,7 +57,7 @@ def make_loop(output: Path, *, evaluate_s: float = 0.0, broken_from: int = 10**9
     def push(version: int) -> SyncMetrics:
         if version >= broken_from:
             raise SyncError("an engine refused")
-        return SyncMetrics(0.1, 8, 0.1, None)
+        return SyncMetrics(0.1, 0.01, 8, 0.1, None)
 
     def next_batch(_version: int, should_stop: Any) -> Any:
         if should_stop():
