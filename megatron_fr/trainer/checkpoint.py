@@ -54,16 +54,21 @@ class TrainingCheckpoints:
         """Bring model, optimizer, schedule and random states to where ``folder`` was saved, in whatever layout.
 
         Its checksums are not looked at: that is done when it is chosen, see ``trainer/checkpoint_check.py``.
-        Checkpoints of later updates in ``output`` are renamed: they are of another continuation than this run's.
-
         Raises:
             CheckpointError: it is damaged, or of a run with another model or batch size.
         """
         record = from_rank_zero(lambda: self._usable(folder))
         checkpoint_io.read(folder, self._policy, dict(record.trainer))
         self._saved_update = record.update
-        from_rank_zero(lambda: self._set_newer_aside(record.update))
         return record
+
+    def set_newer_aside(self) -> None:
+        """Rename checkpoints of later updates than the loaded one: they are of another continuation than this run's.
+
+        Raises:
+            CheckpointError: one cannot be renamed.
+        """
+        from_rank_zero(lambda: self._set_newer_aside(self._saved_update))
 
     def begin(self, *, update: int, version: int, score: float | None) -> None:
         """Snapshot and start writing; waits for the one before. Does nothing where this update is saved already.

@@ -200,6 +200,7 @@ class TrainerLoop:
                 f"checkpoint {folder} is of update {self._update}, version {self._version}; the rollout service stands "
                 f"at update {status['consumed_batches']}, version {status['version']}: restore it from the same one"
             )
+        self._checkpoints.set_newer_aside()
         if self._first_rank:
             print(f"going on after update {self._update} from {folder}", flush=True)
 

@@ -278,6 +278,7 @@ def go_on(model: str, output: str) -> dict[str, Any]:
     few = config.model_copy(update={"checkpoint": CheckpointConfig(keep_last=2)})
     resumed = TrainingCheckpoints(few, policy, lambda: b"state")
     assert resumed.load(first).update == 1
+    resumed.set_newer_aside()
     resumed.begin(update=2, version=2, score=None)
     resumed.finish()
     newest = newest_usable(Path(output))

@@ -216,7 +216,7 @@ def test_going_on_from_an_older_one_or_with_another_model_of_equal_sizes(tmp_pat
     assert "' then, None now)" in errors["no tokenizer"]
     assert errors["old"] == "accepted"
     # What a rank that is started by hand goes on from: with a damaged file, by its checksum alone, nothing.
-    assert errors["auto"] == str(tmp_path / "run" / "training_state" / "update-000001")
+    assert errors["auto"] == str(tmp_path / "run" / "training_state" / "update-000002")
     reason = "update-000001: rollout.state has another checksum than manifest.json says"
     assert f"no training checkpoint can be gone on from ({tmp_path}" in errors["none usable"]
     assert f"{reason}); repair one of them, or start anew with checkpoint.resume=never" in errors["none usable"]
