@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_fr.errors import SyncError
+from megatron_fr.sync.engine_layout import Stored
 from megatron_fr.sync.publisher import WeightPublisher
 
 
@@ -58,4 +59,17 @@ def test_nothing_is_published_before_the_group_exists(silent: str) -> None:
     made = publisher(silent)
     with pytest.raises(SyncError, match="publish before connect"):
         made.publish(iter([("t", torch.zeros(1))]), 1)
+    made.close()
+
+
+def test_what_cannot_be_compared_is_said_once_for_each_engine(caplog: pytest.LogCaptureFixture) -> None:
+    made = publisher("http://a", "http://b", "http://c")
+    made._layout = {"x.experts.0.down_proj.weight": Stored("x.experts.w2_weight", lambda t, r, s: t, True, True)}
+    plain = {"dtype": "float32", "moe_runner_backend": "triton"}
+    infos = [plain, plain | {"quantization": "fp8"}, plain | {"moe_runner_backend": "flashinfer_trtllm"}]
+    assert made._checkable(infos) == {"http://a": True, "http://c": False}
+    assert [record.getMessage() for record in caplog.records] == [
+        "engine http://b: no checksum of its weights is compared, because of its quantization=fp8",
+        "engine http://c: no checksum of its experts is compared, because of its moe_runner_backend=flashinfer_trtllm",
+    ]
     made.close()
