@@ -263,12 +263,14 @@ class CheckpointConfig(Section):
     hf_every: int = Field(
         0, ge=0, description="updates between Hugging Face folders; 0: at the end and on interruption"
     )
-    keep_last: int = Field(2, ge=1, description="training checkpoints that are kept, the newest ones")
+    keep_last: int = Field(2, ge=1, description="training checkpoints that are kept, the newest undamaged ones")
     keep_best: int = Field(
         0, ge=0, description="further ones that are kept: of those evaluated at their own update, the best eval/reward"
     )
     resume: Literal["auto", "never"] = Field(
-        "auto", description="auto: go on from the newest usable training checkpoint in output; never: start anew"
+        "auto",
+        description="auto: go on from the newest usable training checkpoint in output (where there are some and none is "
+        "usable, that is an error); never: start anew",
     )
     stop_grace_s: float = Field(
         300, gt=0, description="after an interruption, what the trainer may take to finish its update and save"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -163,18 +163,19 @@ class TrainerLoop:
         No new training checkpoint: the service may be gone, and with it what that needs of it. What cannot be saved is
         said, so that the failure's own error stays the last word.
         """
-        kept: list[tuple[str, Callable[[], Path | None]]] = [("the checkpoint", self._checkpoints.finish)]
-        if self._update:
-            kept.append((f"the weights of update {self._update}", self.save_hf))
-        for what, save in kept:
-            try:
-                folder = save()
-            except MegatronFRError as error:
-                line = f"{what} could not be saved: {error}"
-            else:
-                line = f"saved {what} in {folder}" if folder is not None else ""
-            if self._first_rank and line:
-                print(line, flush=True)
+        said = []
+        try:
+            if (newest := self._checkpoints.finish()) is not None:
+                said.append(f"the newest training checkpoint is {newest}")
+        except MegatronFRError as error:
+            said.append(f"the training checkpoint could not be saved: {error}")
+        try:
+            if self._update:
+                said.append(f"saved the weights of update {self._update} in {self.save_hf()}")
+        except MegatronFRError as error:
+            said.append(f"the weights of update {self._update} could not be saved: {error}")
+        if self._first_rank:
+            print("\n".join(said), flush=True)
 
     def _due(self, every: int) -> bool:
         return every > 0 and self._update % every == 0

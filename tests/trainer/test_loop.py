@@ -127,7 +127,7 @@ def test_a_checkpoint_that_fails_costs_neither_the_weights_nor_the_reason(
     with pytest.raises(SyncError, match="an engine refused"):
         loop.run()
     assert loop.saved == ["update-000002"]
-    assert "the checkpoint could not be saved: no space left" in capsys.readouterr().out
+    assert "the training checkpoint could not be saved: no space left" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("error", [CheckpointError("no space left"), RequestFailed("nobody answers")])
