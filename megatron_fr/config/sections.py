@@ -269,8 +269,8 @@ class CheckpointConfig(Section):
     )
     resume: Literal["auto", "never"] = Field(
         "auto",
-        description="auto: go on from the newest usable training checkpoint in output (where there are some and none is "
-        "usable, that is an error); never: start anew",
+        description="auto: go on from the newest usable training checkpoint in output (some there, none usable: an "
+        "error); never: start anew",
     )
     stop_grace_s: float = Field(
         300, gt=0, description="after an interruption, what the trainer may take to finish its update and save"
