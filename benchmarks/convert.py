@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-ROUNDS = 2
+ROUNDS = 4  # 2 with --quick
 FILE_BYTES = 10**9  # of one weight file, in the generated folder and in those written from it
 
 
@@ -280,7 +280,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.dir) as name:
         source = Path(name) / "hf"
         layouts = [{"tensor": 2}] if arguments.quick else [{"tensor": 2}, {"expert": 2}]
-        call = {"function": "convert_then_load", "rounds": ROUNDS, "shape": shape, "layouts": layouts}
+        rounds = ROUNDS // 2 if arguments.quick else ROUNDS
+        call = {"function": "convert_then_load", "rounds": rounds, "shape": shape, "layouts": layouts}
         converted, ranks = zip(*start(call | {"source": str(source)}, 2), strict=True)
         size, layer, found = converted[0]
         for kind, (seconds, on_disk, memory) in found.items():
