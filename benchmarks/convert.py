@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-ROUNDS = 4  # 2 with --quick
 FILE_BYTES = 10**9  # of one weight file, in the generated folder and in those written from it
 
 
@@ -108,7 +107,8 @@ def convert(source: Path, rounds: int, shape: tuple[int, int, int]) -> tuple[int
     }
     samples: dict[str, list[tuple[float, float, int]]] = {kind: [] for kind in jobs}
     for _ in range(rounds):
-        for kind, (do, origin, out) in ((kind, job) for kind, job in jobs.items() for _ in range(2)):
+        for kind in [kind for kind in jobs for _ in range(2)]:
+            do, origin, out = jobs[kind]
             shutil.rmtree(out, ignore_errors=True)
             os.sync()  # what earlier runs left to be written is not this one's time
             before = reset_peak()
@@ -280,7 +280,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.dir) as name:
         source = Path(name) / "hf"
         layouts = [{"tensor": 2}] if arguments.quick else [{"tensor": 2}, {"expert": 2}]
-        rounds = ROUNDS // 2 if arguments.quick else ROUNDS
+        rounds = 2 if arguments.quick else 4
         call = {"function": "convert_then_load", "rounds": rounds, "shape": shape, "layouts": layouts}
         converted, ranks = zip(*start(call | {"source": str(source)}, 2), strict=True)
         size, layer, found = converted[0]

@@ -90,7 +90,7 @@ class Supervisor:
         started = time.monotonic()
         url_file = self._output / "service.url"
         url_file.unlink(missing_ok=True)
-        restore = ["--restore", str(self._resume / ROLLOUT_FILE) if self._resume is not None else "never"]
+        restore = ["--restore", "never" if self._resume is None else str(self._resume / ROLLOUT_FILE)]
         self._service = self._spawn(
             ["-m", "megatron_fr.rollout", "--config", str(self._config_file), "--url-file", str(url_file), *restore],
             log="rollout.log",
@@ -119,7 +119,7 @@ class Supervisor:
 
     def _start_ranks(self, url_file: Path, port: int) -> None:
         world = self._config.parallel.world_size
-        resume = ["--resume", *((str(self._resume), "--resume-checked") if self._resume is not None else ("never",))]
+        resume = ["--resume", "never"] if self._resume is None else ["--resume", str(self._resume), "--resume-checked"]
         for rank in range(world):
             self._ranks.append(
                 self._spawn(
