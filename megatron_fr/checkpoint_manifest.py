@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from megatron_fr.errors import CheckpointError, UnreadableCheckpointError
+from megatron_fr.locked_folder import sync_path
 
 MANIFEST_FILE = "manifest.json"
 RUN_FILE = "run.json"
@@ -25,8 +26,6 @@ _LARGE = 10e9
 _THREADS = min(16, os.cpu_count() or 1)
 #: What the kernel says of a file that is not there or is something else; anything else says nothing of its content.
 _NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
-#: What it answers where folders cannot be synced: there a rename is as durable as it gets.
-_NO_FOLDER_SYNC = {errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
 class Entry(TypedDict):
@@ -78,7 +77,7 @@ def write_manifest(work: Path, known: Mapping[str, Entry], ignored: str) -> None
         file.flush()
         os.fsync(file.fileno())
     for folder in (*(path for path in inside if path.is_dir()), work):
-        sync_folder(folder)
+        sync_path(folder)
 
 
 def check_sizes(folder: Path) -> dict[str, Entry]:
@@ -172,22 +171,6 @@ class SumCheck:
         for file in done:
             file.result()
         return not pending
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring a folder's names to the disk, where its file system can.
-
-    Raises:
-        OSError: it cannot be opened, or the disk is gone.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in _NO_FOLDER_SYNC:
-            raise
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -13,8 +13,6 @@ or to rename back; ``update-000040.deleted`` is on its way out.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import re
@@ -31,10 +29,10 @@ from megatron_fr.checkpoint_manifest import (
     SumCheck,
     announce,
     check_sizes,
-    sync_folder,
     write_manifest,
 )
 from megatron_fr.errors import CheckpointError, UnreadableCheckpointError
+from megatron_fr.locked_folder import LOCK_FILE, empty_folder, lock_folder, sync_path
 
 FOLDER = "training_state"
 ROLLOUT_FILE = "rollout.state"
@@ -43,9 +41,6 @@ _WORK_SUFFIX = ".tmp"
 _WORK_NAME = re.compile(r"^update-\d{6,}\.tmp$")
 DELETED_SUFFIX = ".deleted"
 _DELETED_NAME = re.compile(r"^update-\d{6,}\.deleted$")
-_LOCK_FILE = ".writing"
-#: What flock answers on file systems that are mounted without it.
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
 @dataclass(frozen=True)
@@ -103,7 +98,7 @@ def work_folder(output: Path, update: int) -> tuple[Path, IO[str] | None]:
     work.mkdir(parents=True, exist_ok=True)
     lock = _try_lock(work)
     try:
-        _empty(work)
+        empty_folder(work)
     except OSError:
         if lock is not None:
             lock.close()
@@ -130,7 +125,7 @@ def remove_unfinished(output: Path, say: Callable[[str], None] = print) -> None:
             with lock:
                 if _name_if_complete(work, say):
                     continue
-                _empty(work)
+                empty_folder(work)
             # Without the lock: NFS keeps a deleted file that is open under another name, and the folder with it.
             shutil.rmtree(work)
             say(f"removed {work}, an unfinished checkpoint of an earlier run")
@@ -169,17 +164,6 @@ def _name_complete(output: Path, say: Callable[[str], None]) -> None:
             say(f"left {work} alone: {error}")
 
 
-def _empty(work: Path) -> None:
-    """Delete all but the lock."""
-    for path in work.iterdir():
-        if path.name == _LOCK_FILE:
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-
 def _try_lock(work: Path) -> IO[str] | None:
     """The lock of a folder; it goes with the file's closing, also when the process is killed. None: no locks here.
 
@@ -187,17 +171,10 @@ def _try_lock(work: Path) -> IO[str] | None:
         CheckpointError: another process holds it.
         OSError: the folder cannot be written.
     """
-    file = (work / _LOCK_FILE).open("w")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        if isinstance(error, BlockingIOError):
-            raise CheckpointError(f"{work} is being written by another run; give each run its own output") from error
-        if error.errno not in _NO_LOCKS:
-            raise
-        return None
-    return file
+        return lock_folder(work)
+    except BlockingIOError as error:
+        raise CheckpointError(f"{work} is being written by another run; give each run its own output") from error
 
 
 def complete(work: Path, known: Mapping[str, Entry] | None = None) -> Path:
@@ -209,7 +186,7 @@ def complete(work: Path, known: Mapping[str, Entry] | None = None) -> Path:
     Raises:
         OSError: the disk is full or gone; the folder keeps its temporary name.
     """
-    write_manifest(work, known or {}, ignored=_LOCK_FILE)
+    write_manifest(work, known or {}, ignored=LOCK_FILE)
     return _give_name(work)
 
 
@@ -223,9 +200,9 @@ def _give_name(work: Path) -> Path:
         if replaced is not None:
             os.rename(replaced, final)
         raise
-    sync_folder(final.parent)
+    sync_path(final.parent)
     with contextlib.suppress(OSError):  # nothing looks at it in a folder with a final name
-        (final / _LOCK_FILE).unlink(missing_ok=True)
+        (final / LOCK_FILE).unlink(missing_ok=True)
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)  # what stays of it has a name that nothing goes on from
     return final

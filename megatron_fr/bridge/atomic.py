@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from megatron_fr.errors import ModelError
+from megatron_fr.locked_folder import LOCK_FILE, empty_folder, lock_folder, sync_path
 
-_LOCK_FILE = ".writing"
-#: What flock answers on file systems that are mounted without it.
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 #: What renameat2 answers where the file system or the kernel cannot exchange two folders (NFS, for one).
 _NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -61,7 +57,7 @@ def atomic_folder(out: str | Path, *sources: str | Path, overwrite: bool = False
     try:
         try:
             _restore(out, old)
-            _empty(around)
+            empty_folder(around)
             _check_replaceable(out, overwrite)
             work.mkdir()
         except OSError as error:
@@ -70,7 +66,7 @@ def atomic_folder(out: str | Path, *sources: str | Path, overwrite: bool = False
         try:
             _sync_small(work)
             _replace(work, out, old)
-            _sync(out.parent)
+            sync_path(out.parent)
         except OSError as error:
             raise ModelError(f"{out} cannot be replaced: {error.strerror}; choose another folder") from error
     finally:
@@ -104,37 +100,24 @@ def _locked(around: Path, out: Path) -> tuple[Path, IO[str] | None]:
     for _ in range(_ATTEMPTS):
         try:
             around.mkdir(exist_ok=True)
-            file = (around / _LOCK_FILE).open("w")
+            lock = lock_folder(around)
         except (FileExistsError, FileNotFoundError):  # another writer's end removed the folder meanwhile
             if around.is_file():
                 raise
             continue
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(around / _LOCK_FILE)):
-                return around, file
-        except FileNotFoundError:
-            pass  # as above, between opening and locking
-        except OSError as error:
-            file.close()
-            if isinstance(error, BlockingIOError):
-                raise ModelError(
-                    f"{out} is being written by another process; wait, or choose another folder"
-                ) from error
-            if error.errno in _NO_LOCKS:
-                return around, None
-            raise
-        file.close()
+        except BlockingIOError as error:
+            raise ModelError(f"{out} is being written by another process; wait, or choose another folder") from error
+        if lock is None or _is_at(lock, around / LOCK_FILE):
+            return around, lock
+        lock.close()  # as above, between opening and locking
     raise ModelError(f"{out} is being written by other processes; wait, or choose another folder")
 
 
-def _empty(around: Path) -> None:
-    """Delete all but the lock."""
-    for path in around.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path.name != _LOCK_FILE:
-            path.unlink()
+def _is_at(file: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _restore(out: Path, old: Path) -> None:
@@ -147,9 +130,9 @@ def _remove(around: Path, lock: IO[str] | None, out: Path, old: Path) -> None:
     """Delete the folder as far as that goes; the rest is the next writer's."""
     with suppress(OSError):
         _restore(out, old)
-        _empty(around)
+        empty_folder(around)
     with suppress(OSError):
-        (around / _LOCK_FILE).unlink()
+        (around / LOCK_FILE).unlink()
     if lock is not None:
         lock.close()  # before the folder goes: on NFS a deleted file that is open stays in it under another name
     with suppress(OSError):  # not empty: another writer has begun
@@ -169,15 +152,7 @@ def _sync_small(folder: Path) -> None:
     """Force the folder to the disk, and what is in it but large files."""
     for path in (*folder.rglob("*"), folder):
         if path.is_dir() or path.stat().st_size <= _SYNCED_BYTES:
-            _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            sync_path(path)
 
 
 def _exchange(first: Path, second: Path) -> bool:
