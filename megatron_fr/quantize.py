@@ -18,11 +18,9 @@ import torch
 from safetensors import SafetensorError
 
 from megatron_fr.bridge.atomic import atomic_folder
-from megatron_fr.bridge.dims import Dims
 from megatron_fr.bridge.folder import WeightFiles, copy_other_files, read_hf_config, resolve_folder
 from megatron_fr.bridge.load import check_files
 from megatron_fr.bridge.quantized import check_quantized
-from megatron_fr.bridge.registry import entries, is_tied
 from megatron_fr.checkpoints import ROLLOUT_FILE
 from megatron_fr.device import prepare_process, resolve_device
 from megatron_fr.errors import CheckpointError, ModelError, TrajectoryError
@@ -134,7 +132,7 @@ def quantize_hf(
     source = resolve_folder(hf_dir)
     hf_config = read_hf_config(source)
     files = WeightFiles(source)
-    check_files(files, list(entries(hf_config)), Dims.from_hf(hf_config), tied=is_tied(hf_config))
+    check_files(files, hf_config)
     files.close()
     with atomic_folder(out_dir, source, overwrite=overwrite) as work:  # a target that is refused costs no calibration
         return _quantize_into(work, source, calibration)

@@ -11,7 +11,6 @@ from megatron_fr.bridge.dims import Dims
 from megatron_fr.bridge.folder import INDEX_NAME, SINGLE_NAME, WeightFiles, read_hf_config
 from megatron_fr.bridge.load import check_files
 from megatron_fr.bridge.quantized import check_quantized
-from megatron_fr.bridge.registry import entries, is_tied
 from megatron_fr.bridge.tensor_file import TensorSpec
 from megatron_fr.checkpoints import MANIFEST_FILE
 from megatron_fr.errors import ModelError
@@ -38,7 +37,7 @@ def _hugging_face(folder: Path, tensors: bool) -> list[str]:
     hf_config = read_hf_config(folder)
     files, dims = WeightFiles(folder), Dims.from_hf(hf_config)
     quantized = hasattr(hf_config, "quantization_config")
-    check_files(files, list(entries(hf_config)), dims, tied=is_tied(hf_config), quantized=quantized)
+    check_files(files, hf_config, quantized=quantized)
     specs = [files.spec(name) for name in sorted(files.names)]
     lines = [f"{folder}: Hugging Face folder, {hf_config.architectures[0]}, complete", *_sizes(dims), *_totals(specs)]
     if quantized:

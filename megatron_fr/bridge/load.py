@@ -12,7 +12,7 @@ from megatron_fr.bridge import local
 from megatron_fr.bridge.dims import Dims
 from megatron_fr.bridge.folder import WeightFiles, resolve_folder
 from megatron_fr.bridge.quantized import SCALE_SUFFIX
-from megatron_fr.bridge.registry import Entry, entries, is_tied
+from megatron_fr.bridge.registry import entries, is_tied
 from megatron_fr.errors import ModelError
 
 #: Stored by some exporters, and computed here.
@@ -32,7 +32,7 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: Any, path: str
     files = WeightFiles(resolve_folder(path))
     dims = Dims.from_hf(hf_config)
     table = list(entries(hf_config))
-    check_files(files, table, dims, tied=is_tied(hf_config))
+    check_files(files, hf_config)
 
     by_param = {entry.param: entry for entry in table}
     if is_tied(hf_config):  # the last of several pipeline stages has its own copy of the embedding
@@ -54,8 +54,8 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: Any, path: str
     files.close()
 
 
-def check_files(files: WeightFiles, table: Sequence[Entry], dims: Dims, tied: bool, *, quantized: bool = False) -> None:
-    """Compare the names and shapes of a folder's tensors with those that the table expects.
+def check_files(files: WeightFiles, hf_config: Any, *, quantized: bool = False) -> None:
+    """Compare the names and shapes of a folder's tensors with those that the configuration implies.
 
     Args:
         quantized: scales may be there too.
@@ -63,13 +63,16 @@ def check_files(files: WeightFiles, table: Sequence[Entry], dims: Dims, tied: bo
     Raises:
         ModelError: names the file and the tensor that is missing, left over or of another shape.
     """
+    dims = Dims.from_hf(hf_config)
     expected = {
-        name: shape for entry in table for name, shape in zip(entry.hf, entry.rule.hf_shapes(dims), strict=True)
+        name: shape
+        for entry in entries(hf_config)
+        for name, shape in zip(entry.hf, entry.rule.hf_shapes(dims), strict=True)
     }
     held = files.names
     if missing := [name for name in expected if name not in held]:
         raise ModelError(f"{files.folder}: {len(missing)} tensors are missing, among them {missing[0]!r}")
-    allowed = {"lm_head.weight"} if tied else set()
+    allowed = {"lm_head.weight"} if is_tied(hf_config) else set()
     ignored = (*_IGNORED_SUFFIXES, SCALE_SUFFIX) if quantized else _IGNORED_SUFFIXES
     left_over = sorted(name for name in held - expected.keys() - allowed if not name.endswith(ignored))
     if left_over and left_over[0].endswith(SCALE_SUFFIX):

@@ -23,7 +23,7 @@ from megatron_fr.bridge.dims import Dims
 from megatron_fr.bridge.extents import Copier, write_all
 from megatron_fr.bridge.folder import WeightFiles, copy_other_files, read_hf_config, resolve_folder
 from megatron_fr.bridge.load import check_files
-from megatron_fr.bridge.registry import Entry, entries, is_tied
+from megatron_fr.bridge.registry import Entry, entries
 from megatron_fr.bridge.row_runs import piece_runs, piece_shape
 from megatron_fr.errors import ConfigError, ModelError
 
@@ -75,7 +75,7 @@ def convert_hf_to_megatron(
     dims, table = Dims.from_hf(hf_config), list(entries(hf_config))
     _check_split(dims, tensor, expert, pipeline)
     files = WeightFiles(source)
-    check_files(files, table, dims, tied=is_tied(hf_config))
+    check_files(files, hf_config)
 
     pieces: dict[tuple[str, torch.Size | None], _Piece] = {}
     plans: dict[tuple[int, int, int], list[WriteItem]] = {}
