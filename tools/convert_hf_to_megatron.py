@@ -31,11 +31,14 @@ def main() -> int:
     )
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel size to store for (default: 1)")
     parser.add_argument("--pp", type=int, default=1, help="pipeline size to store for (default: 1)")
+    parser.add_argument("--threads", type=int, default=4, help="that write files side by side (default: 4)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the folder's")
     parser.add_argument(
         "--overwrite", action="store_true", help="replace a model or checkpoint in OUT_DIR, and all else in there"
     )
     arguments = parser.parse_args()
+    if arguments.threads < 1:
+        parser.error(f"--threads must be at least 1, not {arguments.threads}")
 
     import torch
 
@@ -50,6 +53,7 @@ def main() -> int:
             expert=arguments.ep,
             pipeline=arguments.pp,
             dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+            threads=arguments.threads,
             overwrite=arguments.overwrite,
             progress=meter,
         )

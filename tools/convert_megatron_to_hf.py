@@ -26,7 +26,7 @@ def main() -> int:
         help="folder or hub name with configuration and tokenizer (default: CHECKPOINT/hf); "
         "of a hub name no weights are fetched",
     )
-    parser.add_argument("--processes", type=int, default=1, help="files written side by side (default: 1)")
+    parser.add_argument("--threads", type=int, default=4, help="that write files side by side (default: 4)")
     parser.add_argument("--shard-gb", type=float, default=5.0, help="largest weight file, 10^9 bytes (default: 5)")
     parser.add_argument(
         "--verify",
@@ -41,8 +41,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if not 0 < arguments.shard_gb < math.inf:
         parser.error(f"--shard-gb must be above 0, not {arguments.shard_gb}")
-    if arguments.processes < 1:
-        parser.error(f"--processes must be at least 1, not {arguments.processes}")
+    if arguments.threads < 1:
+        parser.error(f"--threads must be at least 1, not {arguments.threads}")
 
     from megatron_fr.bridge.progress import report
     from megatron_fr.bridge.to_hf import convert_megatron_to_hf
@@ -52,7 +52,7 @@ def main() -> int:
             arguments.checkpoint_dir,
             arguments.out_dir,
             hf_dir=arguments.hf_dir,
-            processes=arguments.processes,
+            threads=arguments.threads,
             verify=arguments.verify,
             overwrite=arguments.overwrite,
             shard_bytes=int(arguments.shard_gb * 1e9),

@@ -96,5 +96,5 @@ def _is_framed(stored: Any, length: int, before: bytes, after: bytes) -> bool:
     stored.seek(0)
     if stored.read(len(before)) != before:
         return False
-    stored.seek(length - len(after))  # not from the end: torch's view of a part of a file counts that wrong
+    stored.seek(length - len(after))
     return bool(stored.read(len(after)) == after)

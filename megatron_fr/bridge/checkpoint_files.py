@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from megatron_fr.bridge.archive import PayloadFinder
-from megatron_fr.bridge.extents import Extent
+from megatron_fr.bridge.extents import Extent, ExtentReader
 from megatron_fr.checkpoints import MANIFEST_FILE, problem
 from megatron_fr.errors import ModelError
 
@@ -101,6 +102,12 @@ class CheckpointFiles:
         self._open: dict[str, BinaryIO] = {}
         self._finder = PayloadFinder()
         self._check_sizes()
+
+    def reopened(self) -> CheckpointFiles:
+        """The same checkpoint with files of its own, for another thread; its metadata is not read again."""
+        other = copy.copy(self)
+        other._open, other._finder = {}, PayloadFinder()
+        return other
 
     def _check_sizes(self) -> None:
         needed: dict[str, tuple[int, str]] = {}
@@ -190,29 +197,29 @@ class CheckpointFiles:
     def _load(self, key: str, offset: tuple[int, ...]) -> torch.Tensor:
         info = self._places[key, offset]
         with self._damaged(info.relative_path, key):
-            loaded: torch.Tensor = torch.load(self._view(info), map_location="cpu", weights_only=True)
+            loaded: torch.Tensor = torch.load(
+                ExtentReader(self._stored(info, key)), map_location="cpu", weights_only=True
+            )
         return loaded
 
     def _payload(self, key: str, offset: tuple[int, ...], sizes: tuple[int, ...]) -> Extent | None:
         info, dtype = self._places[key, offset], self.tensors[key].properties.dtype
         with self._damaged(info.relative_path, key):
-            start = self._finder.offset(self._view(info), info.length, sizes, dtype)
+            stored = self._stored(info, key)
+            start = self._finder.offset(ExtentReader(stored), stored.length, sizes, dtype)
             if start is None:
                 return None
             length = torch.Size(sizes).numel() * dtype.itemsize
             if start + length > info.length:
                 raise ValueError(f"its {length} bytes do not fit where they are said to be")
-        path, file = self.folder / info.relative_path, self._open[info.relative_path]
-        return Extent(path, file.fileno(), info.offset + start, length, key)
+        return replace(stored, offset=stored.offset + start, length=length)
 
-    def _view(self, info: Any) -> Any:
-        """The stored piece as a file of its own."""
-        from torch.distributed.checkpoint.utils import _create_file_view
-
+    def _stored(self, info: Any, key: str) -> Extent:
+        """Where a piece lies with its frame."""
         name = info.relative_path
         if name not in self._open:
             self._open[name] = (self.folder / name).open("rb", buffering=0)
-        return _create_file_view(self._open[name], info.offset, info.length)
+        return Extent(self.folder / name, self._open[name].fileno(), info.offset, info.length, key)
 
     @contextmanager
     def _damaged(self, name: str, key: str) -> Iterator[None]:

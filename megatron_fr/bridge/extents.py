@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_fr.errors import ModelError
 
@@ -41,6 +42,38 @@ class Extent:
             if count == 0:
                 raise ModelError(f"{self.path}: tensor {self.tensor!r} ends early; the file was cut while it was read")
             buffer, position = buffer[count:], position + count
+
+
+class ExtentReader(io.RawIOBase):
+    """The range as a file of its own, for what wants one; bytes outside of it cannot be reached.
+
+    (torch's ``_ReaderView`` lets its reader look for the end mark of a damaged archive in what lies before it.)
+    """
+
+    def __init__(self, extent: Extent) -> None:
+        self._extent, self._position = extent, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._extent.length}[whence]
+        if position < 0:
+            raise ValueError(f"position {position} is before the first byte")
+        self._position = position
+        return position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        count = max(0, min(len(buffer), self._extent.length - self._position))
+        self._extent.read_into(memoryview(buffer)[:count], self._position)
+        self._position += count
+        return count
 
 
 def write_all(file: io.FileIO, data: bytes | memoryview) -> None:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
-from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -22,11 +18,10 @@ from megatron_fr.bridge.folder import WeightFiles, copy_other_files, read_hf_con
 from megatron_fr.bridge.registry import Entry, entries
 from megatron_fr.bridge.row_runs import gather_runs, whole_shape
 from megatron_fr.bridge.save import plan_files, write_index
+from megatron_fr.bridge.side_by_side import THREADS, Progress, write_side_by_side
 from megatron_fr.bridge.tensor_file import TensorFileWriter, TensorSpec
 from megatron_fr.bridge.to_megatron import HF_FILES
 from megatron_fr.errors import ModelError
-
-Progress = Callable[[str, int], None]
 
 
 def convert_megatron_to_hf(
@@ -34,7 +29,7 @@ def convert_megatron_to_hf(
     out_dir: str | Path,
     *,
     hf_dir: str | Path | None = None,
-    processes: int = 1,
+    threads: int = THREADS,
     verify: bool = False,
     overwrite: bool = False,
     shard_bytes: int = 5 * 10**9,
@@ -43,16 +38,16 @@ def convert_megatron_to_hf(
     """Write the weights of a checkpoint, and the other files of the model it came from, as ``out_dir``.
 
     A training checkpoint's optimizer state is left out. Bytes are copied from file to file; a parameter that must be
-    cast, or was stored in columns, is in memory, one at a time in each process.
+    cast, or was stored in columns, is in memory, one at a time in each thread.
 
     Args:
         hf_dir: folder or hub name with configuration and tokenizer; None: the ``hf`` folder in or above the checkpoint.
-        processes: that many write files side by side (never more than there are files).
+        threads: that many write files side by side (never more than there are files).
         verify: first compare the checkpoint's files with the sums in its ``manifest.json``, where it has one; at the
             end read ``out_dir`` again, shard it, and compare every bit with the checkpoint, before it gets its name.
         overwrite: replace a model or checkpoint in ``out_dir`` with all that it holds.
         shard_bytes: largest file.
-        progress: called with a name and the bytes that were written.
+        progress: called with the name and the bytes of each tensor written, by one thread at a time.
 
     Raises:
         ModelError: names the file and the tensor; ``out_dir`` is as it was.
@@ -64,23 +59,11 @@ def convert_megatron_to_hf(
     _locate_all(files, hf_config)
     dtype = stated_dtype(source) or files.tensors["embedding.word_embeddings.weight"].properties.dtype
     plan = plan_files(hf_tensor_specs(hf_config, dtype), shard_bytes)
-    files.close()
     with atomic_folder(out_dir, checkpoint, source, overwrite=overwrite) as work:
         if verify:
             check_sums(checkpoint)
-        jobs = [(work / name, members) for name, members in plan.items()]
-        if processes <= 1 or len(jobs) == 1:
-            for job in jobs:
-                _write_file(files, hf_config, *job, progress)
-        else:
-            context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(min(processes, len(jobs)), context) as pool:
-                running = {pool.submit(_write_in_pool, checkpoint, source, *job): job for job in jobs}
-                for future in as_completed(running):
-                    path, members = running[future]
-                    _result(future, path)
-                    if progress is not None:
-                        progress(path.name, sum(spec.num_bytes for spec in members))
+        jobs = [functools.partial(_write_file, files, hf_config, work / name, plan[name]) for name in plan]
+        write_side_by_side(jobs, threads, progress)
         write_index(work, plan)
         copy_other_files(source, work)
         if verify:
@@ -88,25 +71,8 @@ def convert_megatron_to_hf(
     return Path(out_dir)
 
 
-def _result(future: Future[None], path: Path) -> None:
-    try:
-        future.result()
-    except BrokenProcessPool as error:
-        raise ModelError(f"{path}: the process writing it was killed, for want of memory?; use fewer") from error
-
-
-@functools.cache
-def _opened(checkpoint: Path, source: Path) -> tuple[CheckpointFiles, Any]:
-    """In a process of the pool. Opening takes seconds where a checkpoint has many pieces."""
-    return CheckpointFiles(checkpoint), read_hf_config(source)
-
-
-def _write_in_pool(checkpoint: Path, source: Path, path: Path, members: list[TensorSpec]) -> None:
-    _write_file(*_opened(checkpoint, source), path, members)
-
-
 def _write_file(
-    files: CheckpointFiles, hf_config: Any, path: Path, members: list[TensorSpec], progress: Progress | None = None
+    checkpoint: CheckpointFiles, hf_config: Any, path: Path, members: list[TensorSpec], progress: Progress
 ) -> None:
     """Write one safetensors file; ``members`` are consecutive tensors of the model.
 
@@ -116,7 +82,7 @@ def _write_file(
     wanted = {spec.name: spec for spec in members}
     dims = Dims.from_hf(hf_config)
     # Closed each time: of a checkpoint of many ranks not all files may be open at once.
-    with closing(files), TensorFileWriter(path, members) as writer:
+    with closing(checkpoint.reopened()) as files, TensorFileWriter(path, members) as writer:
         for entry in entries(hf_config):
             if not wanted.keys().isdisjoint(entry.hf):
                 _write_entry(writer, files, entry, dims, wanted, progress)
@@ -128,7 +94,7 @@ def _write_entry(
     entry: Entry,
     dims: Dims,
     wanted: dict[str, TensorSpec],
-    progress: Progress | None,
+    progress: Progress,
 ) -> None:
     """Write those of an entry's tensors that are wanted: copy their bytes where they lie in whole rows."""
     place = _locate(files, entry)
@@ -144,8 +110,7 @@ def _write_entry(
             writer.write(name, values[name].to(wanted[name].dtype))
         else:
             writer.copy(name, (extent for run in runs[name] for extent in rows.extents(run.start, run.stop)))
-        if progress is not None:
-            progress(name, wanted[name].num_bytes)
+        progress(name, wanted[name].num_bytes)
 
 
 def read_whole(files: CheckpointFiles, entry: Entry, dims: Dims) -> torch.Tensor:

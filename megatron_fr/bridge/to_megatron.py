@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,12 +28,12 @@ from megatron_fr.bridge.folder import WeightFiles, copy_other_files, read_hf_con
 from megatron_fr.bridge.load import check_files
 from megatron_fr.bridge.registry import Entry, entries
 from megatron_fr.bridge.row_runs import piece_runs, piece_shape
+from megatron_fr.bridge.side_by_side import THREADS, Progress, write_side_by_side
 from megatron_fr.errors import ConfigError, ModelError
 
 #: Folder inside a checkpoint with configuration, tokenizer and chat template.
 HF_FILES = "hf"
 _COMMON = "common_state/shard_0_1"
-Progress = Callable[[str, int], None]
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ def convert_hf_to_megatron(
     expert: int = 1,
     pipeline: int = 1,
     dtype: torch.dtype | None = None,
+    threads: int = THREADS,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Path:
@@ -57,13 +61,15 @@ def convert_hf_to_megatron(
 
     Any layout can load the checkpoint; the sizes decide the pieces and files in which it is stored, so that ranks of
     that layout read nothing that they do not need. Bytes are copied from file to file; a tensor that must be cast, cut
-    along its columns or padded is in memory, one at a time.
+    along its columns or padded is in memory, one at a time in each thread.
 
     Args:
         tensor, expert, pipeline: sizes of the layout to store for; experts are not split over TP.
         dtype: of the stored weights; None: that of the folder.
+        threads: that many write files side by side; where they are more than the layout's ranks, each rank's pieces
+            lie in several files.
         overwrite: replace a model or checkpoint in ``out_dir`` with all that it holds.
-        progress: called with the name and the bytes of each tensor written.
+        progress: called with the name and the bytes of each tensor written, by one thread at a time.
 
     Raises:
         ModelError: the folder is damaged or cannot be mapped, or ``out_dir`` cannot be written; ``out_dir`` is as
@@ -96,10 +102,12 @@ def convert_hf_to_megatron(
         writer = FileSystemWriter(work, sync_files=False)
         writer.set_up_storage_writer(True)
         ranked, metadata = create_default_global_save_plan([SavePlan(plans[key]) for key in sorted(plans)])
-        results = [
-            _write_file(work / f"__{rank}_0.distcp", plan.items, _Source(files, pieces, dims), progress)
+        jobs = [
+            functools.partial(_write_file, work / f"__{rank}_{i}.distcp", items, _Source(files, pieces, dims))
             for rank, plan in enumerate(ranked)
+            for i, items in enumerate(_parts(plan.items, math.ceil(threads / len(ranked))))
         ]
+        results = write_side_by_side(jobs, threads, progress)
         _write_metadata(work, writer, metadata, results)
         (work / HF_FILES).mkdir()
         copy_other_files(source, work / HF_FILES)
@@ -115,10 +123,24 @@ def _write_metadata(work: Path, writer: FileSystemWriter, metadata: Metadata, re
         raise ModelError(f"{work}: the checkpoint's metadata cannot be written: {error.strerror}") from error
 
 
-def _write_file(
-    path: Path, items: Sequence[WriteItem], source: _Source, progress: Progress | None
-) -> list[WriteResult]:
-    """Write the pieces of one rank, one after the other, and say where they are."""
+def _parts(items: Sequence[WriteItem], count: int) -> list[list[WriteItem]]:
+    """The items in order, in at most ``count`` lists of about as many bytes."""
+    sizes = [_num_bytes(item) for item in items]
+    total = sum(sizes)
+    parts: dict[int, list[WriteItem]] = {}
+    for item, size, end in zip(items, sizes, itertools.accumulate(sizes), strict=True):
+        parts.setdefault(int((end - size / 2) * count / total), []).append(item)  # where its middle lies
+    return list(parts.values())
+
+
+def _num_bytes(item: WriteItem) -> int:
+    """Size of a piece without its frame."""
+    data = item.tensor_data
+    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
+
+
+def _write_file(path: Path, items: Sequence[WriteItem], source: _Source, progress: Progress) -> list[WriteResult]:
+    """Write pieces of one rank, one after the other, and say where they are."""
     results, names = [], "the header"
     try:
         with path.open("wb", buffering=0) as file:
@@ -129,7 +151,7 @@ def _write_file(
                     write_all(file, data)
                 length = file.tell() - start
                 results.append(WriteResult(item.index, length, _StorageInfo(path.name, start, length)))
-                if progress is not None and item.tensor_data is not None:
+                if item.tensor_data is not None:
                     progress(item.index.fqn, length)
     except OSError as error:
         raise ModelError(f"{path}: tensor {names!r} cannot be written: {error.strerror}") from error

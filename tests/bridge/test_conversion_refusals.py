@@ -167,17 +167,18 @@ def run_tool(monkeypatch: pytest.MonkeyPatch, capsys: Any, tool: str, *arguments
     ("arguments", "message"),
     [
         *((("--shard-gb", value), "--shard-gb must be above 0") for value in ("nan", "inf", "0", "-1")),
-        *((("--processes", value), "--processes must be at least 1") for value in ("0", "-2")),
+        *((("--threads", value), "--threads must be at least 1") for value in ("0", "-2")),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused_before_anything_is_read(
     tmp_path: Path, arguments: tuple[str, str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     options = f"{arguments[0]}={arguments[1]}"  # argparse would take -1 for an option
-    tool = "convert_megatron_to_hf.py"
-    code, _, errors = run_tool(monkeypatch, capsys, tool, tmp_path / "nowhere", tmp_path / "out", options)
-    assert code == 2
-    assert message in errors
+    tools = ["convert_megatron_to_hf.py"] + ["convert_hf_to_megatron.py"] * (arguments[0] == "--threads")
+    for tool in tools:
+        code, _, errors = run_tool(monkeypatch, capsys, tool, tmp_path / "nowhere", tmp_path / "out", options)
+        assert code == 2
+        assert message in errors
 
 
 def test_a_training_checkpoint_is_compared_with_its_sums_before_it_is_said_to_be_right(
@@ -193,13 +194,13 @@ def test_a_training_checkpoint_is_compared_with_its_sums_before_it_is_said_to_be
     assert code == 0
     assert "every file has the SHA-256 sum that manifest.json says" in text
 
-    file = checkpoint / "__1_0.distcp"
+    row = load_file(pristine[0] / "model.safetensors")["lm_head.weight"][-1].numpy().tobytes()
+    (file,) = [file for file in checkpoint.glob("*.distcp") if row in file.read_bytes()]
     data = bytearray(file.read_bytes())
-    row = load_file(pristine[0] / "model.safetensors")["lm_head.weight"][-1]
-    data[data.index(row.numpy().tobytes())] ^= 1
+    data[data.index(row)] ^= 1
     file.write_bytes(data)
     before = snapshot(out)
-    reason = "is damaged: __1_0.distcp has another checksum than manifest.json says; use another checkpoint"
+    reason = f"is damaged: {file.name} has another checksum than manifest.json says; use another checkpoint"
     for arguments in ((to_hf, checkpoint, out, "--verify", "--overwrite"), (inspect, checkpoint)):
         code, text, errors = run_tool(monkeypatch, capsys, *arguments)
         assert (code, text) == (1, "")

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from small_disk import SmallDisk
 
 from megatron_fr.bridge.archive import PayloadFinder, frame
+from megatron_fr.bridge.checkpoint_files import CheckpointFiles
 from megatron_fr.bridge.inspect import inspect_folder
 from megatron_fr.bridge.to_hf import compare, convert_megatron_to_hf
 from megatron_fr.bridge.to_megatron import convert_hf_to_megatron
@@ -111,16 +112,30 @@ def test_a_conversion_loads_at_another_layout_and_what_megatron_saves_there_conv
             assert "complete" in inspect_folder(out)
 
 
-def test_several_processes_write_several_files_with_index_and_tokenizer(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_several_threads_write_several_files_with_index_and_tokenizer(models: dict[str, Path], tmp_path: Path) -> None:
     source = models["qwen3"]
-    checkpoint = convert_hf_to_megatron(source, tmp_path / "checkpoint", tensor=2)
-    seen: list[str] = []
-    out = convert_megatron_to_hf(
-        checkpoint, tmp_path / "out", processes=2, shard_bytes=600_000, progress=lambda name, size: seen.append(name)
+    there: list[str] = []
+    back: list[str] = []
+    checkpoint = convert_hf_to_megatron(
+        source,
+        tmp_path / "checkpoint",
+        tensor=2,
+        threads=4,
+        progress=lambda name, size: there.append(name),
     )
-    assert len(seen) == len(list(out.glob("*.safetensors"))) > 1
+    sizes = [file.stat().st_size for file in checkpoint.glob("*.distcp")]
+    assert len(sizes) == 4
+    assert max(sizes) < 0.5 * sum(sizes)
+    assert len(there) == sum(len(entry.chunks) for entry in CheckpointFiles(checkpoint).tensors.values())
+    out = convert_megatron_to_hf(
+        checkpoint,
+        tmp_path / "out",
+        threads=2,
+        shard_bytes=300_000,
+        progress=lambda name, size: back.append(name),
+    )
+    assert sorted(back) == sorted(tensors(source))
+    assert len(list(out.glob("*.safetensors"))) > 2
     assert_equal_folders(source, out)
     assert {file.name for file in source.iterdir()} - {"model.safetensors"} <= {file.name for file in out.iterdir()}
 

@@ -1,0 +1,63 @@
+"""Files written side by side: results in order, and what a failure does to the others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+
+import pytest
+
+from megatron_fr.bridge.side_by_side import Progress, write_side_by_side
+from megatron_fr.errors import ModelError
+
+
+def test_results_have_the_order_of_the_jobs_and_every_tensor_is_reported_by_one_thread_at_a_time() -> None:
+    together = threading.Barrier(3, timeout=30)
+    inside, reports = [0], []
+
+    def job(number: int, progress: Progress) -> int:
+        together.wait()  # passes only where three run at a time
+        for i in range(100):
+            progress(f"{number}.{i}", number)
+        return number
+
+    def report(name: str, num_bytes: int) -> None:
+        inside[0] += 1
+        time.sleep(1e-5)  # lets another thread in
+        assert inside[0] == 1
+        reports.append((name, num_bytes))
+        inside[0] -= 1
+
+    assert write_side_by_side([partial(job, number) for number in range(6)], 3, report) == list(range(6))
+    assert sorted(reports) == sorted((f"{number}.{i}", number) for number in range(6) for i in range(100))
+
+
+def test_after_a_failure_no_job_is_begun_and_running_ones_end_at_their_next_tensor() -> None:
+    begun, reported = [], []
+    running, failed = threading.Event(), threading.Event()
+
+    def endless(progress: Progress) -> None:
+        begun.append("endless")
+        running.set()
+        failed.wait(30)
+        for i in range(10**6):
+            progress("tensor", i)
+            failed.wait(1e-4)
+        raise AssertionError("it was never stopped")
+
+    def failing(progress: Progress) -> None:
+        begun.append("failing")
+        running.wait(30)
+        failed.set()
+        raise ModelError("model-00002.safetensors: tensor 'b' cannot be written: No space left on device")
+
+    def never(progress: Progress) -> None:
+        begun.append("never")
+
+    jobs = [endless, failing, *[never] * 5]
+    with pytest.raises(ModelError, match="No space left on device"):
+        write_side_by_side(jobs, 2, lambda name, size: reported.append(size))
+    assert sorted(begun) == ["endless", "failing"]
+    assert len(reported) < 10**6
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("write")]
