@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Conversion Hugging Face -> Megatron -> Hugging Face against copying the same files; the last line is JSON.
 
-A Qwen3-MoE of random bfloat16 weights is generated. One process copies and converts it in turns; the least seconds and
-the largest growth of resident memory count. Each run finds its input in the page cache and as much memory as its
-output needs (:func:`settle`). ``time_ratio_vs_copy`` is the slower direction's seconds over the
+A Qwen3-MoE of random bfloat16 weights is generated. One process copies and converts it in turns, each twice in a row;
+the least seconds and the largest growth of resident memory count. (Where a virtual machine gives free memory back to
+its host, the first to write there waits for the host, several times as long as for the write itself. The second of two
+finds the memory that the first one's files had.) ``time_ratio_vs_copy`` is the slower direction's seconds over the
 copy's (``..._on_disk``: both until a sync returned), ``peak_memory_over_model`` the largest growth over the size of the
 weights.
 
@@ -28,7 +29,6 @@ import functools
 import gc
 import importlib.util
 import json
-import mmap
 import os
 import shutil
 import socket
@@ -107,10 +107,10 @@ def convert(source: Path, rounds: int, shape: tuple[int, int, int]) -> tuple[int
     }
     samples: dict[str, list[tuple[float, float, int]]] = {kind: [] for kind in jobs}
     for _ in range(rounds):
-        for kind, (do, origin, out) in jobs.items():
+        for kind in [kind for kind in jobs for _ in range(2)]:
+            do, origin, out = jobs[kind]
             shutil.rmtree(out, ignore_errors=True)
             os.sync()  # what earlier runs left to be written is not this one's time
-            settle(origin)
             before = reset_peak()
             started = time.monotonic()
             do(origin, out)
@@ -122,23 +122,6 @@ def convert(source: Path, rounds: int, shape: tuple[int, int, int]) -> tuple[int
         for kind, found in samples.items()
     }
     return size, layer, least
-
-
-def settle(origin: Path) -> None:
-    """Read the folder's files, and take and free the memory that another one like it needs in the page cache.
-
-    A virtual machine may give memory that has been free for some seconds back to its host, and who writes there next
-    waits for the host, several times as long as for the write itself. What is measured here is a program, not that: the
-    copy, which ends sooner, would meet less of it than the conversions.
-    """
-    size = 0
-    for file in filter(Path.is_file, origin.rglob("*")):
-        with file.open("rb", buffering=0) as stream:
-            while read := len(stream.read(2**24)):
-                size += read
-    with mmap.mmap(-1, size + size // 4) as memory:
-        for page in range(0, len(memory), mmap.PAGESIZE):
-            memory[page] = 1
 
 
 def convert_then_load(
