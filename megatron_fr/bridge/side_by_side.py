@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
 Progress = Callable[[str, int], None]
 #: How many files a conversion writes at a time unless told otherwise.
 THREADS = 4
+
+
+def even_parts(sizes: Sequence[int], count: int) -> list[range]:
+    """Where to cut a row of things of these sizes into at most ``count`` parts, none empty, of about the same size."""
+    total = max(1, sum(sizes))
+    middles = (end - size / 2 for size, end in zip(sizes, itertools.accumulate(sizes), strict=True))
+    length = Counter(int(middle * count / total) for middle in middles)
+    ends = list(itertools.accumulate(length[i] for i in sorted(length)))
+    return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def write_side_by_side[T](

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
-import itertools
 import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +26,7 @@ from megatron_fr.bridge.folder import WeightFiles, copy_other_files, read_hf_con
 from megatron_fr.bridge.load import check_files
 from megatron_fr.bridge.registry import Entry, entries
 from megatron_fr.bridge.row_runs import piece_runs, piece_shape
-from megatron_fr.bridge.side_by_side import THREADS, Progress, write_side_by_side
+from megatron_fr.bridge.side_by_side import THREADS, Progress, even_parts, write_side_by_side
 from megatron_fr.errors import ConfigError, ModelError
 
 #: Folder inside a checkpoint with configuration, tokenizer and chat template.
@@ -103,9 +101,14 @@ def convert_hf_to_megatron(
         writer.set_up_storage_writer(True)
         ranked, metadata = create_default_global_save_plan([SavePlan(plans[key]) for key in sorted(plans)])
         jobs = [
-            functools.partial(_write_file, work / f"__{rank}_{i}.distcp", items, _Source(files, pieces, dims))
+            functools.partial(
+                _write_file,
+                work / f"__{rank}_{i}.distcp",
+                plan.items[part.start : part.stop],
+                _Source(files, pieces, dims),
+            )
             for rank, plan in enumerate(ranked)
-            for i, items in enumerate(_parts(plan.items, math.ceil(threads / len(ranked))))
+            for i, part in enumerate(even_parts([_num_bytes(item) for item in plan.items], -(-threads // len(ranked))))
         ]
         results = write_side_by_side(jobs, threads, progress)
         _write_metadata(work, writer, metadata, results)
@@ -121,16 +124,6 @@ def _write_metadata(work: Path, writer: FileSystemWriter, metadata: Metadata, re
         (work / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     except OSError as error:
         raise ModelError(f"{work}: the checkpoint's metadata cannot be written: {error.strerror}") from error
-
-
-def _parts(items: Sequence[WriteItem], count: int) -> list[list[WriteItem]]:
-    """The items in order, in at most ``count`` lists of about as many bytes."""
-    sizes = [_num_bytes(item) for item in items]
-    total = sum(sizes)
-    parts: dict[int, list[WriteItem]] = {}
-    for item, size, end in zip(items, sizes, itertools.accumulate(sizes), strict=True):
-        parts.setdefault(int((end - size / 2) * count / total), []).append(item)  # where its middle lies
-    return list(parts.values())
 
 
 def _num_bytes(item: WriteItem) -> int:

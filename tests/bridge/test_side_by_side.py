@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from functools import partial
 
 import pytest
 
-from megatron_fr.bridge.side_by_side import Progress, write_side_by_side
+from megatron_fr.bridge.side_by_side import Progress, even_parts, write_side_by_side
 from megatron_fr.errors import ModelError
 
 
@@ -61,3 +62,16 @@ def test_after_a_failure_no_job_is_begun_and_running_ones_end_at_their_next_tens
     assert sorted(begun) == ["endless", "failing"]
     assert len(reported) < 10**6
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("write")]
+
+
+def test_parts_are_about_even_and_cover_everything_in_order() -> None:
+    assert even_parts([3, 1, 4, 1, 5, 9, 2, 6], 1) == [range(8)]
+    assert even_parts([10] * 8, 4) == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
+    assert even_parts([100, 1, 1], 3) == [range(0, 1), range(1, 3)]  # no part is empty
+    assert even_parts([0, 0], 4) == [range(2)]  # a rank that holds nothing but what has no size
+    generator = random.Random(0)
+    for _ in range(100):
+        sizes = [generator.randrange(1, 1000) for _ in range(generator.randrange(1, 60))]
+        parts = even_parts(sizes, 4)
+        assert [i for part in parts for i in part] == list(range(len(sizes)))
+        assert max(sum(sizes[i] for i in part) for part in parts) <= sum(sizes) / 4 + max(sizes)
