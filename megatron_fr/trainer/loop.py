@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_fr.checkpoints import set_aside
+from megatron_fr.checkpoints import read_record, set_aside
 from megatron_fr.config import RunConfig
 from megatron_fr.device import Device
 from megatron_fr.errors import CheckpointError, MegatronFRError, RolloutEnded, SyncError, UpdateError
@@ -193,14 +193,17 @@ class TrainerLoop:
             print(f"starting anew; training checkpoints of an earlier run were renamed to {old}", flush=True)
 
     def _go_on_from(self, folder: Path) -> None:
-        record = self._checkpoints.load(folder)
-        self._update, self._version, self._score = record.update, record.version, record.score
+        # Compared first: to load the model and the optimizer takes minutes.
+        record = from_rank_zero(lambda: read_record(folder))
         status = from_rank_zero(self._client.status)
-        if (status["version"], status["consumed_batches"]) != (self._version, self._update):
+        if (status["version"], status["consumed_batches"]) != (record.version, record.update):
             raise CheckpointError(
-                f"checkpoint {folder} is of update {self._update}, version {self._version}; the rollout service stands "
-                f"at update {status['consumed_batches']}, version {status['version']}: restore it from the same one"
+                f"checkpoint {folder} is of update {record.update}, version {record.version}; the rollout service "
+                f"stands at update {status['consumed_batches']}, version {status['version']}: restore it from the same "
+                "one"
             )
+        self._checkpoints.load(folder)
+        self._update, self._version, self._score = record.update, record.version, record.score
         self._checkpoints.set_newer_aside()
         if self._first_rank:
             print(f"going on after update {self._update} from {folder}", flush=True)

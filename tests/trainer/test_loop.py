@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron_fr.checkpoints import RunRecord
 from megatron_fr.errors import CheckpointError, RequestFailed, SyncError
 from megatron_fr.observe.metrics import METRICS_FILE, read_metrics
 from megatron_fr.trainer.feed import Shutdown
@@ -153,6 +154,24 @@ def test_a_trainer_that_starts_anew_beside_a_service_that_has_gone_on_touches_no
     loop._client.status = lambda: {"version": 0, "consumed_batches": 0}
     loop._start_anew()
     assert not (tmp_path / "training_state").exists()
+
+
+def test_a_checkpoint_of_another_update_than_the_service_is_not_even_loaded(tmp_path: Path) -> None:
+    loop = make_loop(tmp_path)
+    loaded: list[Path] = []
+    loop._checkpoints.load = loaded.append
+    loop._checkpoints.set_newer_aside = lambda: None
+    folder = tmp_path / "training_state" / "update-000004"
+    folder.mkdir(parents=True)
+    RunRecord(update=4, version=3).write(folder)
+    loop._client.status = lambda: {"version": 3, "consumed_batches": 3}
+    with pytest.raises(CheckpointError, match="is of update 4, version 3; the rollout service stands at update 3"):
+        loop._go_on_from(folder)
+    assert not loaded
+    loop._client.status = lambda: {"version": 3, "consumed_batches": 4}
+    loop._go_on_from(folder)
+    assert loaded == [folder]
+    assert (loop._update, loop._version) == (4, 3)
 
 
 def test_a_folder_of_an_earlier_run_is_replaced(tmp_path: Path) -> None:
