@@ -13,6 +13,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import ValidationError
 
@@ -118,7 +119,7 @@ def rank_memory(hf_config: Any, config: RunConfig, parallel: ParallelConfig) -> 
                 optimizer=-(-dense // shard) * state + -(-experts // expert_shard) * state,
                 activations=activation_bytes(hf_config, config, parallel, stage),
                 head=head_bytes(hf_config, config, parallel) if stage == parallel.pipeline - 1 else 0,
-                batch=batch_bytes(hf_config, config, parallel),
+                batch=batch_bytes(hf_config, config, parallel, stage),
             )
         )
     return max(stages, key=lambda memory: memory.total)
@@ -189,11 +190,11 @@ def head_bytes(hf_config: Any, config: RunConfig, parallel: ParallelConfig) -> i
     return logits * width + hidden + rows * dims.hidden * width + min(logits, SCRATCH) * 4
 
 
-def batch_bytes(hf_config: Any, config: RunConfig, parallel: ParallelConfig) -> int:
-    """An update's trajectories on one rank, all of full length; in bytes.
+def batch_bytes(hf_config: Any, config: RunConfig, parallel: ParallelConfig, stage: int) -> int:
+    """An update's trajectories on one rank of pipeline stage ``stage``, all of full length; in bytes.
 
     They are on the device for the whole update: ids, targets and positions in int64, masks, log-probabilities and
-    versions, and for routing replay each token's experts in int64, of all layers on every pipeline stage.
+    versions, and for routing replay each token's experts in the stage's layers, a byte each up to 256 experts.
     """
     dims = Dims.from_hf(hf_config)
     tokens = _share(config, parallel) * config.rollout.max_context // parallel.context
@@ -202,7 +203,8 @@ def batch_bytes(hf_config: Any, config: RunConfig, parallel: ParallelConfig) -> 
         token += 8 + 1  # where each trajectory's tokens are
     routes = 0
     if config.train.routing_replay == "rollout" and dims.moe_layers:
-        routes = 8 * len(dims.moe_layers) * dims.top_k + 2 * 1
+        layers = len(set(dims.moe_layers) & set(stage_layers(dims, parallel, stage)))
+        routes = np.min_scalar_type(dims.experts - 1).itemsize * layers * dims.top_k + 2 * 1
     sequence = parallel.tensor if uses_sequence_parallel(hf_config, parallel) else 1
     return tokens * token + tokens // sequence * routes
 

@@ -21,9 +21,9 @@ from megatron_fr.trajectory import Trajectory
 
 @dataclass(frozen=True)
 class RouteShape:
-    """Of the model's routes; ``num_layers`` is 0 for dense models."""
+    """Of the routes that this rank replays: ``columns`` are its MoE layers' places in a trajectory's routes."""
 
-    num_layers: int
+    columns: tuple[int, ...]
     top_k: int
     num_experts: int
 
@@ -218,7 +218,7 @@ def _routes(
     device: torch.device | str,
 ) -> MicroBatchRoutes:
     width = sum(spans[-1])
-    experts = padding_routes(width, shape.num_layers, shape.top_k, shape.num_experts)
+    experts = padding_routes(width, shape.columns, shape.top_k, shape.num_experts)
     # Padding is forced, a real token without routes is not.
     given = torch.ones(width, dtype=torch.bool)
     counted = torch.zeros(width, dtype=torch.bool)
@@ -227,7 +227,7 @@ def _routes(
         if t.routed_experts is None:
             given[here] = False
         else:
-            experts[here] = torch.from_numpy(t.routed_experts.astype(np.int64))
+            experts[here] = torch.from_numpy(t.routed_experts[:, shape.columns]).to(experts.dtype)
             counted[here] = True
     # Routers see tokens sequence-major, and under sequence parallelism a part of the sequence.
     order = columns.view(rows, -1).T.reshape(-1)

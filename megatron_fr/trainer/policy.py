@@ -66,11 +66,12 @@ def build_policy(config: RunConfig, device: Device) -> Policy:
     load_hf_weights(chunks, hf_config, source)
 
     dims = Dims.from_hf(hf_config)
-    replays = config.train.routing_replay == "rollout" and len(dims.moe_layers) > 0
-    replay = None
+    replay, route_shape = None, None
     if config.train.routing_replay != "off" and dims.moe_layers:
         layers = [layer + 1 for layer in dims.moe_layers]
         replay = RoutingReplay(chunks, layers, recompute=config.train.recompute == "full")
+        if config.train.routing_replay == "rollout":
+            route_shape = RouteShape(replay.columns, dims.top_k, dims.experts)
     context = ContextGroup(parallel_state.get_context_parallel_group()) if config.parallel.context > 1 else None
     ddp_chunks = wrap_for_training(chunks, config.parallel)
     optimizer = make_optimizer(ddp_chunks, config.optimizer, config.parallel, torch_dtype(config.model.dtype))
@@ -96,7 +97,7 @@ def build_policy(config: RunConfig, device: Device) -> Policy:
         chunks=chunks,
         step=step,
         objective=step.objective,
-        route_shape=RouteShape(len(dims.moe_layers), dims.top_k, dims.experts) if replays else None,
+        route_shape=route_shape,
         layout=_layout(config, sequence_parallel=uses_sequence_parallel(hf_config, config.parallel)),
     )
 

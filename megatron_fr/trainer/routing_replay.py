@@ -26,8 +26,8 @@ class MicroBatchRoutes:
     """The routes of one micro-batch, in the order in which this rank's routers see its tokens.
 
     Attributes:
-        experts: int64 ``[tokens, num_moe_layers, top_k]``, sequence-major (``[s, b]`` flattened), this rank's
-            sequence-parallel slice.
+        experts: :func:`route_dtype` ``[tokens, this rank's MoE layers, top_k]``, sequence-major (``[s, b]``
+            flattened), this rank's sequence-parallel slice.
         given: bool ``[tokens]``: rows whose experts are forced. The others use the live router.
         counted: bool ``[tokens]``: rows that enter the agreement metric (forced and not padding).
     """
@@ -42,8 +42,8 @@ class RoutingReplay:
 
     Args:
         chunks: the rank's model chunks, built with ``moe_enable_routing_replay``.
-        moe_layers: global (1-based) layer numbers of all MoE layers of the whole model, ascending; a router's index in
-            this list is its column in the routes.
+        moe_layers: global (1-based) layer numbers of all MoE layers of the whole model, ascending: the columns of a
+            trajectory's routes.
         recompute: whether activations are recomputed, in which case every router runs again during the backward.
     """
 
@@ -52,13 +52,15 @@ class RoutingReplay:
         self._recompute = recompute
         self._batches: list[MicroBatchRoutes | None] = []
         self._slots: list[_Slot] = []
+        self._columns: list[int] = []
         for chunk in chunks:
             for router in (m for m in chunk.modules() if isinstance(m, TopKRouter)):
                 number = router.layer_number
                 if number not in columns:
                     raise ValueError(f"router of layer {number} is none of the model's MoE layers {list(moe_layers)}")
-                slot = _Slot(self, columns[number])
+                slot = _Slot(self, len(self._slots))
                 router.router_replay = slot
+                self._columns.append(columns[number])
                 slot.layer_number = number
                 router.register_forward_hook(slot.check)
                 self._slots.append(slot)
@@ -70,6 +72,11 @@ class RoutingReplay:
     def num_routers(self) -> int:
         """How many routers of this rank follow the replay."""
         return len(self._slots)
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Which columns of a trajectory's routes are this rank's, in the order of :class:`MicroBatchRoutes`."""
+        return tuple(self._columns)
 
     def begin(self, batches: Sequence[MicroBatchRoutes | None]) -> None:
         """Give the routes of the next forward-backward's micro-batches, in schedule order; None: the live router's."""
@@ -149,13 +156,13 @@ class _Slot(RouterReplay):
             return live_scores, live
         # Checkpointing runs the first forward without gradients and the recomputed one with them.
         if self._owner._recompute and torch.is_grad_enabled():
-            chosen = self.kept.pop(self.recompute_cursor)
+            chosen = self.kept.pop(self.recompute_cursor).long()
             self.recompute_cursor += 1
             self.trained = True
         else:
             chosen = self._choose(batches[self.forward_cursor], live)
             if self._owner._recompute:
-                self.kept[self.forward_cursor] = chosen
+                self.kept[self.forward_cursor] = chosen.to(route_dtype(scores.shape[1]))
             self.forward_cursor += 1
         self.given = chosen
         return scores.gather(1, chosen), chosen
@@ -169,7 +176,7 @@ class _Slot(RouterReplay):
                 f"routing replay of layer {self.layer_number}: {len(routes.experts)} rows of routes for "
                 f"{len(live)} tokens"
             )
-        forced = routes.experts[:, self._column]
+        forced = routes.experts[:, self._column].long()
         same = (forced.sort(dim=-1).values == live.sort(dim=-1).values).all(dim=-1)
         self.agreeing = self.agreeing + (same & routes.counted).sum()
         self.counted = self.counted + routes.counted.sum()
@@ -184,11 +191,20 @@ class _Slot(RouterReplay):
             self.given = None
 
 
-def padding_routes(rows: int, num_layers: int, top_k: int, num_experts: int) -> torch.Tensor:
+def route_dtype(num_experts: int) -> torch.dtype:
+    """What routes are kept in: they are on the device for all of an update's tokens and layers."""
+    return torch.uint8 if num_experts <= 256 else torch.int16
+
+
+def padding_routes(rows: int, columns: Sequence[int], top_k: int, num_experts: int) -> torch.Tensor:
     """Valid, distinct experts for padding rows, spread so that no expert is overloaded.
 
+    Args:
+        columns: of the whole model's routes, so that the same rows get the same experts in every layout.
+
     Returns:
-        int64 ``[rows, num_layers, top_k]``.
+        :func:`route_dtype` ``[rows, len(columns), top_k]``.
     """
-    first = torch.arange(rows)[:, None, None] * top_k + torch.arange(num_layers)[None, :, None]
-    return (first + torch.arange(top_k)[None, None, :]) % num_experts
+    layers = torch.tensor(columns, dtype=torch.int64)
+    first = torch.arange(rows)[:, None, None] * top_k + layers[None, :, None]
+    return ((first + torch.arange(top_k)[None, None, :]) % num_experts).to(route_dtype(num_experts))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from megatron_fr.trainer.batch import BatchLayout, MicroBatch, RouteShape, build
 from megatron_fr.trainer.packing import assign_to_ranks, plan_micro_batches
 from megatron_fr.trajectory import NO_VERSION, Trajectory
 
-SHAPE = RouteShape(num_layers=3, top_k=2, num_experts=8)
+SHAPE = RouteShape(columns=(0, 1, 2), top_k=2, num_experts=8)
 LENGTHS = (6, 13, 9)
 
 
@@ -18,7 +20,7 @@ def make(index: int, length: int) -> Trajectory:
     generator = np.random.default_rng(index)
     mask = generator.random(length) < 0.5
     mask[0], mask[-1] = False, True
-    scores = generator.random((length - 1, SHAPE.num_layers, SHAPE.num_experts))
+    scores = generator.random((length - 1, len(SHAPE.columns), SHAPE.num_experts))
     return Trajectory(
         id=f"t{index}",
         prompt_id=f"p{index}",
@@ -99,9 +101,28 @@ def test_padding_rows_have_valid_distinct_experts_and_overload_none(name: str) -
         assert bool((padding[..., 0] != padding[..., 1]).all())
         if layout.packed:
             continue  # hardly any padding to spread
-        for layer in range(SHAPE.num_layers):
+        for layer in SHAPE.columns:
             counts = torch.bincount(padding[:, layer].reshape(-1), minlength=SHAPE.num_experts)
             assert int(counts.max()) <= 2 * padding.shape[0] * SHAPE.top_k / SHAPE.num_experts
+
+
+@pytest.mark.parametrize("experts", [8, 300])
+def test_a_pipeline_stage_gets_the_routes_of_its_own_layers_in_the_order_of_its_routers(experts: int) -> None:
+    made = [
+        replace(t, routed_experts=t.routed_experts.astype(np.min_scalar_type(experts)) + experts - 8)
+        for t in TRAJECTORIES
+        if t.routed_experts is not None
+    ]
+    whole, stage = (
+        build_micro_batch(made, [0.0] * 3, layout=BatchLayout(packed=True), route_shape=RouteShape(columns, 2, experts))
+        for columns in ((0, 1, 2), (2, 0))
+    )
+    whole, stage = whole.routes, stage.routes
+    assert whole is not None
+    assert stage is not None
+    assert stage.experts.element_size() == (1 if experts == 8 else 2)
+    assert torch.equal(stage.experts, whole.experts[:, [2, 0]])
+    assert int(whole.experts[whole.counted].min()) >= experts - 8
 
 
 def test_a_trajectory_whose_routes_were_refused_takes_the_live_router() -> None:

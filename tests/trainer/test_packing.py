@@ -39,7 +39,7 @@ def test_zigzag_parts_cover_a_sequence_once_and_pair_early_with_late_chunks() ->
 
 
 def test_padding_routes_are_distinct_in_a_row_and_spread_over_experts() -> None:
-    routes = padding_routes(64, 2, 3, 8)
+    routes = padding_routes(64, [0, 1], 3, 8).long()
     assert all(len(set(row.tolist())) == 3 for row in routes.view(-1, 3))
     counts = torch.bincount(routes[:, 0].reshape(-1), minlength=8)
     assert int(counts.max() - counts.min()) <= 1
