@@ -31,7 +31,12 @@ def main() -> int:
     )
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel size to store for (default: 1)")
     parser.add_argument("--pp", type=int, default=1, help="pipeline size to store for (default: 1)")
-    parser.add_argument("--threads", type=int, default=4, help="that write side by side (default: 4)")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=4,
+        help="that write side by side (default: 4); where weights are cast, each holds a tensor in memory",
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the folder's")
     parser.add_argument(
         "--overwrite", action="store_true", help="replace a model or checkpoint in OUT_DIR, and all else in there"

@@ -26,7 +26,12 @@ def main() -> int:
         help="folder or hub name with configuration and tokenizer (default: CHECKPOINT/hf); "
         "of a hub name no weights are fetched",
     )
-    parser.add_argument("--threads", type=int, default=4, help="that write side by side (default: 4)")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=4,
+        help="that write side by side (default: 4); where weights are cast, each holds a tensor in memory",
+    )
     parser.add_argument("--shard-gb", type=float, default=5.0, help="largest weight file, 10^9 bytes (default: 5)")
     parser.add_argument(
         "--verify",

@@ -89,7 +89,12 @@ class PayloadFinder:
                 and loaded.untyped_storage().nbytes() == loaded.nbytes
                 and order.decode() == sys.byteorder
             )
-        return reader.get_record_offset("data/0") if self._plain[key] else None
+        if not self._plain[key]:
+            return None
+        offset: int = reader.get_record_offset("data/0")
+        if length == len(before) + nbytes + len(after) and offset != len(before):
+            raise ValueError(f"its bytes begin at {offset}, in archives of its size at {len(before)}")
+        return offset
 
 
 def _is_framed(stored: Any, length: int, before: bytes, after: bytes) -> bool:

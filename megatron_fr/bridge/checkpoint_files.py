@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from megatron_fr.bridge.archive import PayloadFinder
-from megatron_fr.bridge.extents import Extent, ExtentReader
+from megatron_fr.bridge.extents import Extent, ExtentReader, reason
 from megatron_fr.checkpoints import MANIFEST_FILE, problem
 from megatron_fr.errors import ModelError
 
@@ -139,7 +139,8 @@ class CheckpointFiles:
             length = min(tuple(chunk.sizes)[len(lead)], shape[0] - start[0])
             if length <= 0:
                 continue
-            piece = self._load(key, tuple(chunk.offsets)).reshape(tuple(chunk.sizes)[len(lead) :])[:length]
+            piece = self._load(key, tuple(chunk.offsets), tuple(chunk.sizes))
+            piece = piece.reshape(tuple(chunk.sizes)[len(lead) :])[:length]
             target = out[start[0] : start[0] + length]
             for axis in range(1, len(shape)):
                 target = target.narrow(axis, start[axis], piece.shape[axis])
@@ -194,41 +195,45 @@ class CheckpointFiles:
             self._rows[key, len(lead)] = cached
         return cached.get(lead, [])
 
-    def _load(self, key: str, offset: tuple[int, ...]) -> torch.Tensor:
-        info = self._places[key, offset]
-        with self._damaged(info.relative_path, key):
-            loaded: torch.Tensor = torch.load(
-                ExtentReader(self._stored(info, key)), map_location="cpu", weights_only=True
-            )
+    def _load(self, key: str, offset: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        if (payload := self._payload(key, offset, sizes)) is not None:
+            out = torch.empty(sizes, dtype=self.tensors[key].properties.dtype)
+            payload.read_into(memoryview(out.reshape(-1).view(torch.uint8).numpy()))
+            return out
+        with self._reader(key, offset) as reader:
+            loaded: torch.Tensor = torch.load(reader, map_location="cpu", weights_only=True)
         return loaded
 
     def _payload(self, key: str, offset: tuple[int, ...], sizes: tuple[int, ...]) -> Extent | None:
-        info, dtype = self._places[key, offset], self.tensors[key].properties.dtype
-        with self._damaged(info.relative_path, key):
-            stored = self._stored(info, key)
-            start = self._finder.offset(ExtentReader(stored), stored.length, sizes, dtype)
+        dtype = self.tensors[key].properties.dtype
+        with self._reader(key, offset) as reader:
+            stored = reader.extent
+            start = self._finder.offset(reader, stored.length, sizes, dtype)
             if start is None:
                 return None
             length = torch.Size(sizes).numel() * dtype.itemsize
-            if start + length > info.length:
+            if start + length > stored.length:
                 raise ValueError(f"its {length} bytes do not fit where they are said to be")
         return replace(stored, offset=stored.offset + start, length=length)
 
-    def _stored(self, info: Any, key: str) -> Extent:
-        """Where a piece lies with its frame."""
-        name = info.relative_path
-        if name not in self._open:
-            self._open[name] = (self.folder / name).open("rb", buffering=0)
-        return Extent(self.folder / name, self._open[name].fileno(), info.offset, info.length, key)
-
     @contextmanager
-    def _damaged(self, name: str, key: str) -> Iterator[None]:
+    def _reader(self, key: str, offset: tuple[int, ...]) -> Iterator[ExtentReader]:
+        """A stored piece with its frame; what is raised meanwhile names the file and the tensor."""
+        info = self._places[key, offset]
+        path = self.folder / info.relative_path
+        if info.relative_path not in self._open:
+            try:
+                self._open[info.relative_path] = path.open("rb", buffering=0)
+            except OSError as error:
+                raise ModelError(f"{path} cannot be opened: {reason(error)}") from error
+        file = self._open[info.relative_path]
+        reader = ExtentReader(Extent(path, file.fileno(), info.offset, info.length, key))
         try:
-            yield
+            yield reader
         except Exception as error:  # on damaged bytes zip, pickle and torch raise a dozen kinds
-            raise ModelError(
-                f"{self.folder / name}: tensor {key!r} cannot be read: {error}; use another checkpoint"
-            ) from error
+            if reader.failure is not None:
+                raise reader.failure from error
+            raise ModelError(f"{path}: tensor {key!r} cannot be read: {error}; use another checkpoint") from error
 
     def close(self) -> None:
         """Close the files."""

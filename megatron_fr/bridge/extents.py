@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import mmap
 import os
@@ -48,10 +49,15 @@ class ExtentReader(io.RawIOBase):
     """The range as a file of its own, for what wants one; bytes outside of it cannot be reached.
 
     (torch's ``_ReaderView`` lets its reader look for the end mark of a damaged archive in what lies before it.)
+
+    Attributes:
+        extent: the range.
+        failure: why bytes could not be read; torch raises another error in its place.
     """
 
     def __init__(self, extent: Extent) -> None:
-        self._extent, self._position = extent, 0
+        self.extent, self._position = extent, 0
+        self.failure: ModelError | None = None
 
     def readable(self) -> bool:
         return True
@@ -60,7 +66,7 @@ class ExtentReader(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._extent.length}[whence]
+        position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.extent.length}[whence]
         if position < 0:
             raise ValueError(f"position {position} is before the first byte")
         self._position = position
@@ -70,10 +76,21 @@ class ExtentReader(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any, /) -> int:
-        count = max(0, min(len(buffer), self._extent.length - self._position))
-        self._extent.read_into(memoryview(buffer)[:count], self._position)
+        count = max(0, min(len(buffer), self.extent.length - self._position))
+        try:
+            self.extent.read_into(memoryview(buffer)[:count], self._position)
+        except ModelError as error:
+            self.failure = error
+            raise
         self._position += count
         return count
+
+
+def reason(error: OSError) -> str:
+    """What the system said, and what helps where it is not the disk that is to be looked after."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"{error.strerror}; use fewer threads, or raise the limit (ulimit -n)"
+    return str(error.strerror)
 
 
 def write_all(file: io.FileIO, data: bytes | memoryview) -> None:

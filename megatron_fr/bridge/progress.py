@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -43,11 +44,17 @@ class Meter:
 
 def report(convert: Callable[[Meter], Path], note: str = "") -> int:
     """Call a conversion, print where its result is and ``note``, or the error; return the exit status."""
+    # A checkpoint of many ranks has many files, and each thread opens those that it reads.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         with Meter() as meter:
             out = convert(meter)
     except MegatronFRError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     print(f"{out}: {meter.summary()}{note}")
     return 0

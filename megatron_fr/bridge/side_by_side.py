@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
+from megatron_fr.errors import ConfigError
+
 Progress = Callable[[str, int], None]
 #: How many files a conversion writes at a time unless told otherwise.
 THREADS = 4
@@ -17,7 +19,7 @@ def even_parts(sizes: Sequence[int], count: int) -> list[range]:
     """Where to cut a row of things of these sizes into at most ``count`` parts, none empty, of about the same size."""
     total = max(1, sum(sizes))
     middles = (end - size / 2 for size, end in zip(sizes, itertools.accumulate(sizes), strict=True))
-    length = Counter(int(middle * count / total) for middle in middles)
+    length = Counter(min(count - 1, int(middle * count / total)) for middle in middles)
     ends = list(itertools.accumulate(length[i] for i in sorted(length)))
     return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
@@ -37,6 +39,7 @@ def write_side_by_side[T](
         what the jobs returned, in their order.
 
     Raises:
+        ConfigError: ``threads`` is below 1, or more than the system gives.
         Exception: the first failure of a job.
     """
     failures: list[BaseException] = []  # what stops the others; the first is the caller's
@@ -58,11 +61,16 @@ def write_side_by_side[T](
             failures.append(error)
             raise
 
+    if threads < 1:
+        raise ConfigError(f"threads is {threads}, expected at least 1")
     with ThreadPoolExecutor(min(threads, len(jobs)), "write") as pool:
-        running = [pool.submit(run, job) for job in jobs]
         try:
+            try:
+                running = [pool.submit(run, job) for job in jobs]
+            except RuntimeError as error:  # the system gives no more threads
+                raise ConfigError(f"{error}; threads is {threads}, use fewer") from error
             wait(running)
-        except BaseException as error:  # Ctrl-C
+        except BaseException as error:  # Ctrl-C, too
             failures.append(error)
             raise
     if failures:

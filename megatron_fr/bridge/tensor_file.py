@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import torch
 
-from megatron_fr.bridge.extents import Copier, Extent, write_all
+from megatron_fr.bridge.extents import Copier, Extent, reason, write_all
 from megatron_fr.errors import ModelError
 
 _DTYPES = {
@@ -201,7 +201,7 @@ class TensorFileWriter:
         try:
             self._file = open(os.open(path, flags, 0o666), "wb", buffering=0)  # noqa: SIM115
         except OSError as error:
-            raise ModelError(f"{path} cannot be written: {error.strerror}") from error
+            raise ModelError(f"{path} cannot be written: {reason(error)}") from error
         if part.start == 0:
             self._write("the header", len(text).to_bytes(8, "little") + text)
         else:
@@ -238,7 +238,10 @@ class TensorFileWriter:
 
     def close(self) -> None:
         """Close the file and check that every tensor was written."""
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:  # a quota, or a network's file system that had kept bytes back
+            raise ModelError(f"{self.path} cannot be written: {error.strerror}") from error
         if self._pending:
             raise ValueError(f"{self.path}: {len(self._pending)} tensors were announced and not written")
 

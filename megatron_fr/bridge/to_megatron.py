@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from megatron_fr.bridge.archive import frame
 from megatron_fr.bridge.atomic import atomic_folder
 from megatron_fr.bridge.checkpoint_keys import Location, written_at
 from megatron_fr.bridge.dims import Dims
-from megatron_fr.bridge.extents import Copier, write_all
+from megatron_fr.bridge.extents import Copier, reason, write_all
 from megatron_fr.bridge.folder import WeightFiles, copy_other_files, read_hf_config, resolve_folder
 from megatron_fr.bridge.load import check_files
 from megatron_fr.bridge.registry import Entry, entries
@@ -105,7 +106,9 @@ def convert_hf_to_megatron(
                 _write_file,
                 work / f"__{rank}_{i}.distcp",
                 plan.items[part.start : part.stop],
-                _Source(files, pieces, dims),
+                files,
+                pieces,
+                dims,
             )
             for rank, plan in enumerate(ranked)
             for i, part in enumerate(even_parts([_num_bytes(item) for item in plan.items], -(-threads // len(ranked))))
@@ -132,23 +135,39 @@ def _num_bytes(item: WriteItem) -> int:
     return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
-def _write_file(path: Path, items: Sequence[WriteItem], source: _Source, progress: Progress) -> list[WriteResult]:
+def _write_file(
+    path: Path,
+    items: Sequence[WriteItem],
+    files: WeightFiles,
+    pieces: Mapping[tuple[str, torch.Size | None], _Piece],
+    dims: Dims,
+    progress: Progress,
+) -> list[WriteResult]:
     """Write pieces of one rank, one after the other, and say where they are."""
-    results, names = [], "the header"
-    try:
-        with path.open("wb", buffering=0) as file:
-            for item in items:
-                start = file.tell()
-                names = source.names(item)
+    source, results = _Source(files, pieces, dims), []
+    with _writing(path, "the file"):
+        file = path.open("wb", buffering=0)
+    with file:
+        for item in items:
+            start = file.tell()
+            with _writing(path, f"tensor {source.names(item)!r}"):
                 for data in source.data(item, start):
                     write_all(file, data)
-                length = file.tell() - start
-                results.append(WriteResult(item.index, length, _StorageInfo(path.name, start, length)))
-                if item.tensor_data is not None:
-                    progress(item.index.fqn, length)
-    except OSError as error:
-        raise ModelError(f"{path}: tensor {names!r} cannot be written: {error.strerror}") from error
+            length = file.tell() - start
+            results.append(WriteResult(item.index, length, _StorageInfo(path.name, start, length)))
+            if item.tensor_data is not None:
+                progress(item.index.fqn, length)
+        with _writing(path, "the file"):
+            file.close()
     return results
+
+
+@contextmanager
+def _writing(path: Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(f"{path}: {what} cannot be written: {reason(error)}") from error
 
 
 def _write_item(piece: _Piece, dims: Dims, dtype: torch.dtype) -> WriteItem:
@@ -195,7 +214,7 @@ def _check_split(dims: Dims, tensor: int, expert: int, pipeline: int) -> None:
 class _Source:
     """Gives the bytes of each item of a checkpoint when they are about to be written."""
 
-    def __init__(self, files: WeightFiles, pieces: dict[tuple[str, torch.Size | None], _Piece], dims: Dims) -> None:
+    def __init__(self, files: WeightFiles, pieces: Mapping[tuple[str, torch.Size | None], _Piece], dims: Dims) -> None:
         self._files, self._pieces, self._dims = files, pieces, dims
         self._copier = Copier()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -257,6 +258,63 @@ def test_a_cast_there_and_back_keeps_every_bit_and_a_damaged_piece_is_named(
     with pytest.raises(ModelError, match=r"__0_0\.distcp: tensor '.*' cannot be read"):
         convert_megatron_to_hf(rounded, tmp_path / "no")
     assert not (tmp_path / "no").exists()
+
+
+def test_a_file_cut_while_it_is_read_is_not_called_damaged(models: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint = convert_hf_to_megatron(models["qwen3"], tmp_path / "checkpoint", threads=1)
+    files, key = CheckpointFiles(checkpoint), "embedding.word_embeddings.weight"
+    whole = files.read(key, (), files.tensors[key].size)
+    assert torch.equal(whole[:-1], tensors(models["qwen3"])["model.embed_tokens.weight"][: len(whole) - 1])
+    (checkpoint / "__0_0.distcp").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"__0_0\.distcp: tensor 'embedding.* ends early; the file was cut") as failure:
+        files.read(key, (), files.tensors[key].size)
+    assert "another checkpoint" not in str(failure.value)
+
+
+def test_no_flipped_bit_of_what_says_where_the_bytes_of_a_piece_begin_goes_unnoticed(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = convert_hf_to_megatron(models["qwen3"], tmp_path / "checkpoint", threads=1)
+    key = "decoder.layers.0.self_attention.linear_qkv.weight"
+    files = CheckpointFiles(checkpoint)
+    right = files.read(key, (), files.tensors[key].size)
+    info = next(info for index, info in files._storage.items() if index.fqn == key)
+    path = checkpoint / info.relative_path
+    pristine = path.read_bytes()
+    entry = pristine.rindex(b"PK\x03\x04", 0, pristine.index(b"/data/0", info.offset))
+    for bit in range(8 * 26, 8 * 30):  # lengths of the entry's name and of its padding
+        data = bytearray(pristine)
+        data[entry + bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        try:
+            found = CheckpointFiles(checkpoint).read(key, (), files.tensors[key].size)
+        except ModelError as error:
+            assert key in str(error)  # noqa: PT017
+        else:
+            assert torch.equal(found, right), bit
+
+
+def test_more_files_than_may_be_open_say_what_helps(models: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint = convert_hf_to_megatron(models["moe"], tmp_path / "checkpoint", threads=16)
+    convert_megatron_to_hf(checkpoint, tmp_path / "warm")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = [number for number in range(1000) if not os.path.exists(f"/proc/self/fd/{number}")]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[8], hard))
+    try:
+        with pytest.raises(ModelError, match="Too many open files; use fewer threads, or raise the limit"):
+            convert_megatron_to_hf(checkpoint, tmp_path / "out", threads=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_failure_of_who_is_told_of_the_progress_is_not_the_file_s(models: dict[str, Path], tmp_path: Path) -> None:
+    def tell(name: str, size: int) -> None:
+        raise BrokenPipeError("nobody listens")
+
+    with pytest.raises(BrokenPipeError, match="nobody listens"):
+        convert_hf_to_megatron(models["qwen3"], tmp_path / "checkpoint", progress=tell)
+    assert not list(tmp_path.iterdir())
 
 
 def test_memory_stays_at_a_buffer_when_nothing_must_be_cast(tmp_path: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 
 from megatron_fr.bridge.side_by_side import Progress, even_parts, write_side_by_side
-from megatron_fr.errors import ModelError
+from megatron_fr.errors import ConfigError, ModelError
 
 
 def test_results_have_the_order_of_the_jobs_and_every_tensor_is_reported_by_one_thread_at_a_time() -> None:
@@ -68,6 +71,7 @@ def test_parts_are_about_even_and_cover_everything_in_order() -> None:
     assert even_parts([3, 1, 4, 1, 5, 9, 2, 6], 1) == [range(8)]
     assert even_parts([10] * 8, 4) == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
     assert even_parts([100, 1, 1], 3) == [range(0, 1), range(1, 3)]  # no part is empty
+    assert even_parts([10, 10, 0], 2) == [range(0, 1), range(1, 3)]
     assert even_parts([0, 0], 4) == [range(2)]  # a rank that holds nothing but what has no size
     generator = random.Random(0)
     for _ in range(100):
@@ -75,3 +79,30 @@ def test_parts_are_about_even_and_cover_everything_in_order() -> None:
         parts = even_parts(sizes, 4)
         assert [i for part in parts for i in part] == list(range(len(sizes)))
         assert max(sum(sizes[i] for i in part) for part in parts) <= sum(sizes) / 4 + max(sizes)
+
+
+def test_an_interruption_while_jobs_are_being_handed_out_begins_no_other() -> None:
+    begun, handed_out = [], []
+
+    class Jobs(list[Callable[[Progress], None]]):
+        def __iter__(self) -> Iterator[Callable[[Progress], None]]:
+            for job in super().__iter__():
+                handed_out.append(job)
+                yield job
+
+    def job(number: int, progress: Progress) -> None:
+        begun.append(number)
+        time.sleep(1e-3)
+        if len(begun) == 20:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    jobs = Jobs(partial(job, number) for number in range(100_000))
+    with pytest.raises(KeyboardInterrupt):
+        write_side_by_side(jobs, 4)
+    assert 100 < len(handed_out) < len(jobs)
+    assert len(begun) < len(handed_out) - 50
+
+
+def test_no_thread_at_all_is_refused() -> None:
+    with pytest.raises(ConfigError, match="threads is 0, expected at least 1"):
+        write_side_by_side([lambda progress: None], 0)
