@@ -17,7 +17,7 @@ if (($#)); then
   exec "$python" -m pytest --durations=15 "$@"
 fi
 
-beside=(agents algorithm benchmarks bridge checkpoint data observe pitfalls plan tools trainer test_doctor.py)
+beside=(agents algorithm benchmarks bridge checkpoint observe pitfalls tools trainer)
 log=$(mktemp)
 "$python" -m pytest --durations=15 "${beside[@]/#/tests/}" >"$log" 2>&1 &
 second=$!
