@@ -35,7 +35,7 @@ def main() -> int:
         "--threads",
         type=int,
         default=4,
-        help="that write side by side (default: 4); where weights are cast, each holds a tensor in memory",
+        help="that write files side by side (default: 4); where weights are cast, each holds a tensor in memory",
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the folder's")
     parser.add_argument(

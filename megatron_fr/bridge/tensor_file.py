@@ -172,18 +172,12 @@ class TensorSlice:
 class TensorFileWriter:
     """Writes one safetensors file, a tensor at a time in the order of ``specs``; a context manager.
 
-    Args:
-        specs: all tensors of the file.
-        part: the places in ``specs`` of those that this one writes, while others write the rest of a file that was not
-            there before; the header comes with the first tensor. None: all.
-
     Raises:
         ModelError: the disk is full or the file cannot be written; names the file and the tensor.
     """
 
-    def __init__(self, path: Path, specs: Sequence[TensorSpec], part: range | None = None) -> None:
+    def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
         self.path = path
-        whole, part = part is None, part or range(len(specs))
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         position = 0
         for spec in specs:
@@ -195,18 +189,13 @@ class TensorFileWriter:
             position += spec.num_bytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
-        self._pending = [specs[i] for i in reversed(part)]
+        self._pending = list(reversed(specs))
         self._copier = Copier()
-        flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if whole else 0)
         try:
-            self._file = open(os.open(path, flags, 0o666), "wb", buffering=0)  # noqa: SIM115
+            self._file = path.open("wb", buffering=0)
         except OSError as error:
             raise ModelError(f"{path} cannot be written: {reason(error)}") from error
-        if part.start == 0:
-            self._write("the header", len(text).to_bytes(8, "little") + text)
-        else:
-            begin, _ = header[specs[part.start].name]["data_offsets"]
-            self._file.seek(8 + len(text) + begin)
+        self._write("the header", len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Append the next tensor; its name, shape and dtype must be those announced."""

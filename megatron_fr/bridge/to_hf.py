@@ -18,7 +18,7 @@ from megatron_fr.bridge.folder import WeightFiles, copy_other_files, read_hf_con
 from megatron_fr.bridge.registry import Entry, entries
 from megatron_fr.bridge.row_runs import gather_runs, whole_shape
 from megatron_fr.bridge.save import plan_files, write_index
-from megatron_fr.bridge.side_by_side import THREADS, Progress, even_parts, write_side_by_side
+from megatron_fr.bridge.side_by_side import THREADS, Progress, write_side_by_side
 from megatron_fr.bridge.tensor_file import TensorFileWriter, TensorSpec
 from megatron_fr.bridge.to_megatron import HF_FILES
 from megatron_fr.errors import ModelError
@@ -42,7 +42,8 @@ def convert_megatron_to_hf(
 
     Args:
         hf_dir: folder or hub name with configuration and tokenizer; None: the ``hf`` folder in or above the checkpoint.
-        threads: that many write side by side; where they are more than the files, some at the same file.
+        threads: that many write files side by side, never more than there are files: several at one file wait for each
+            other in the system's lock of it, and are slower than one.
         verify: first compare the checkpoint's files with the sums in its ``manifest.json``, where it has one; at the
             end read ``out_dir`` again, shard it, and compare every bit with the checkpoint, before it gets its name.
         overwrite: replace a model or checkpoint in ``out_dir`` with all that it holds.
@@ -62,11 +63,7 @@ def convert_megatron_to_hf(
     with atomic_folder(out_dir, checkpoint, source, overwrite=overwrite) as work:
         if verify:
             check_sums(checkpoint)
-        jobs = [
-            functools.partial(_write_part, files, hf_config, work / name, members, part)
-            for name, members in plan.items()
-            for part in even_parts([spec.num_bytes for spec in members], -(-threads // len(plan)))
-        ]
+        jobs = [functools.partial(_write_file, files, hf_config, work / name, plan[name]) for name in plan]
         write_side_by_side(jobs, threads, progress)
         write_index(work, plan)
         copy_other_files(source, work)
@@ -75,18 +72,18 @@ def convert_megatron_to_hf(
     return Path(out_dir)
 
 
-def _write_part(
-    checkpoint: CheckpointFiles, hf_config: Any, path: Path, members: list[TensorSpec], part: range, progress: Progress
+def _write_file(
+    checkpoint: CheckpointFiles, hf_config: Any, path: Path, members: list[TensorSpec], progress: Progress
 ) -> None:
-    """Write those of a safetensors file's ``members``, consecutive tensors of the model, that ``part`` counts.
+    """Write one safetensors file; ``members`` are consecutive tensors of the model.
 
     Raises:
         ModelError: names the file and the tensor.
     """
-    wanted = {members[i].name: members[i] for i in part}
+    wanted = {spec.name: spec for spec in members}
     dims = Dims.from_hf(hf_config)
     # Closed each time: of a checkpoint of many ranks not all files may be open at once.
-    with closing(checkpoint.reopened()) as files, TensorFileWriter(path, members, part) as writer:
+    with closing(checkpoint.reopened()) as files, TensorFileWriter(path, members) as writer:
         for entry in entries(hf_config):
             if not wanted.keys().isdisjoint(entry.hf):
                 _write_entry(writer, files, entry, dims, wanted, progress)
