@@ -13,7 +13,6 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from pydantic import ValidationError
 
@@ -28,6 +27,7 @@ from megatron_fr.config.sections import ParallelConfig
 from megatron_fr.errors import ConfigError
 from megatron_fr.trainer.packing import plan_micro_batches
 from megatron_fr.trainer.supported import check_layout, check_model, uses_sequence_parallel
+from megatron_fr.trajectory import route_dtype
 
 USABLE = 0.9
 #: Elements of the head's float32 scratch on a GPU (``trainer/logprob.py``).
@@ -204,7 +204,7 @@ def batch_bytes(hf_config: Any, config: RunConfig, parallel: ParallelConfig, sta
     routes = 0
     if config.train.routing_replay == "rollout" and dims.moe_layers:
         layers = len(set(dims.moe_layers) & set(stage_layers(dims, parallel, stage)))
-        routes = np.min_scalar_type(dims.experts - 1).itemsize * layers * dims.top_k + 2 * 1
+        routes = route_dtype(dims.experts).itemsize * layers * dims.top_k + 2 * 1
     sequence = parallel.tensor if uses_sequence_parallel(hf_config, parallel) else 1
     return tokens * token + tokens // sequence * routes
 

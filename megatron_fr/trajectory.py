@@ -42,6 +42,11 @@ class Timings:
     tools_s: float = 0.0
 
 
+def route_dtype(num_experts: int) -> np.dtype[Any]:
+    """uint8 up to 256 experts, uint16 above: routes are the bulk of a trajectory, and of a batch on the device."""
+    return np.dtype(np.uint8 if num_experts <= 256 else np.uint16)
+
+
 @dataclass(frozen=True)
 class ModelLimits:
     """What a valid trajectory may contain, read from the model and the run's configuration.
@@ -57,8 +62,8 @@ class ModelLimits:
 
     @property
     def route_dtype(self) -> np.dtype[Any]:
-        """uint8 up to 256 experts, uint16 above: routes are the bulk of a trajectory."""
-        return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
+        """:func:`route_dtype` of the model."""
+        return route_dtype(self.num_experts)
 
 
 @dataclass

@@ -74,7 +74,8 @@ class PayloadFinder:
         """
         before, after = frame(shape, dtype)
         nbytes = torch.Size(shape).numel() * dtype.itemsize
-        if length == len(before) + nbytes + len(after) and _is_framed(stored, length, before, after):
+        usual = length == len(before) + nbytes + len(after)
+        if usual and _is_framed(stored, length, before, after):
             return len(before)
         stored.seek(0)
         reader = torch._C.PyTorchFileReader(stored)
@@ -92,7 +93,7 @@ class PayloadFinder:
         if not self._plain[key]:
             return None
         offset: int = reader.get_record_offset("data/0")
-        if length == len(before) + nbytes + len(after) and offset != len(before):
+        if usual and offset != len(before):
             raise ValueError(f"its bytes begin at {offset}, in archives of its size at {len(before)}")
         return offset
 

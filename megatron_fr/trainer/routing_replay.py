@@ -20,13 +20,15 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
+from megatron_fr.trajectory import route_dtype
+
 
 @dataclass(frozen=True)
 class MicroBatchRoutes:
     """The routes of one micro-batch, in the order in which this rank's routers see its tokens.
 
     Attributes:
-        experts: :func:`route_dtype` ``[tokens, this rank's MoE layers, top_k]``, sequence-major (``[s, b]``
+        experts: :func:`device_route_dtype` ``[tokens, this rank's MoE layers, top_k]``, sequence-major (``[s, b]``
             flattened), this rank's sequence-parallel slice.
         given: bool ``[tokens]``: rows whose experts are forced. The others use the live router.
         counted: bool ``[tokens]``: rows that enter the agreement metric (forced and not padding).
@@ -162,7 +164,7 @@ class _Slot(RouterReplay):
         else:
             chosen = self._choose(batches[self.forward_cursor], live)
             if self._owner._recompute:
-                self.kept[self.forward_cursor] = chosen.to(route_dtype(scores.shape[1]))
+                self.kept[self.forward_cursor] = chosen.to(device_route_dtype(scores.shape[1]))
             self.forward_cursor += 1
         self.given = chosen
         return scores.gather(1, chosen), chosen
@@ -191,9 +193,9 @@ class _Slot(RouterReplay):
             self.given = None
 
 
-def route_dtype(num_experts: int) -> torch.dtype:
-    """What routes are kept in: they are on the device for all of an update's tokens and layers."""
-    return torch.uint8 if num_experts <= 256 else torch.int16
+def device_route_dtype(num_experts: int) -> torch.dtype:
+    """As wide as :func:`megatron_fr.trajectory.route_dtype`; torch can do little with uint16."""
+    return torch.uint8 if route_dtype(num_experts).itemsize == 1 else torch.int16
 
 
 def padding_routes(rows: int, columns: Sequence[int], top_k: int, num_experts: int) -> torch.Tensor:
@@ -203,8 +205,8 @@ def padding_routes(rows: int, columns: Sequence[int], top_k: int, num_experts: i
         columns: of the whole model's routes, so that the same rows get the same experts in every layout.
 
     Returns:
-        :func:`route_dtype` ``[rows, len(columns), top_k]``.
+        :func:`device_route_dtype` ``[rows, len(columns), top_k]``.
     """
     layers = torch.tensor(columns, dtype=torch.int64)
     first = torch.arange(rows)[:, None, None] * top_k + layers[None, :, None]
-    return ((first + torch.arange(top_k)[None, None, :]) % num_experts).to(route_dtype(num_experts))
+    return ((first + torch.arange(top_k)[None, None, :]) % num_experts).to(device_route_dtype(num_experts))
