@@ -42,8 +42,8 @@ def convert_megatron_to_hf(
 
     Args:
         hf_dir: folder or hub name with configuration and tokenizer; None: the ``hf`` folder in or above the checkpoint.
-        threads: that many write files side by side, never more than there are files: several at one file wait for each
-            other in the system's lock of it, and are slower than one.
+        threads: that many write files side by side, never more than there are files (several at one file were measured
+            to be no faster).
         verify: first compare the checkpoint's files with the sums in its ``manifest.json``, where it has one; at the
             end read ``out_dir`` again, shard it, and compare every bit with the checkpoint, before it gets its name.
         overwrite: replace a model or checkpoint in ``out_dir`` with all that it holds.
