@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="one short job with one engine: about 45 s on two idle cores, most of it start-up",
+        help="one short job with one engine: about 65 s on two idle cores, most of it start-up",
     )
     parser.add_argument("--timeout-s", type=float, default=600, help="of one job (default: 600)")
     arguments = parser.parse_args()
