@@ -1,7 +1,9 @@
 """FP8 export of a Hugging Face folder with NVIDIA ModelOpt, calibrated on recorded trajectories.
 
 A run records trajectories in its training checkpoints: ``rollout.state`` holds those that are finished and wait for
-their update. They are the policy's own text, a version or two old at most, with prompts and tool output in between.
+their update. They are the policy's own text, a version or two old at most, with prompts and tool output in between. How
+many wait in one checkpoint is chance (none, where the engines were the slower part), so a run's folder gives those of
+all its checkpoints.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from megatron_fr.bridge.atomic import atomic_folder
 from megatron_fr.bridge.folder import WeightFiles, copy_other_files, read_hf_config, resolve_folder
 from megatron_fr.bridge.load import check_files
 from megatron_fr.bridge.quantized import check_quantized
-from megatron_fr.checkpoints import ROLLOUT_FILE
+from megatron_fr.checkpoints import FOLDER, ROLLOUT_FILE, all_checkpoints
 from megatron_fr.device import prepare_process, resolve_device
 from megatron_fr.errors import CheckpointError, ModelError, TrajectoryError
 from megatron_fr.rollout.state import read_state
@@ -39,7 +41,8 @@ def read_calibration(path: str | Path, folder: str | Path, *, limit: int = 64, m
     """Token ids of recorded trajectories, or of JSONL with ``tokens`` or ``prompt`` in each line.
 
     Args:
-        path: a training checkpoint (its folder or its ``rollout.state``), an archive of trajectories (npz), or JSONL.
+        path: a run's output folder (its training checkpoints, newest first, until there are ``limit``), one training
+            checkpoint (its folder or its ``rollout.state``), an archive of trajectories (npz), or JSONL.
         folder: of the model, for its tokenizer.
 
     Returns:
@@ -51,12 +54,9 @@ def read_calibration(path: str | Path, folder: str | Path, *, limit: int = 64, m
     """
     path = Path(path)
     vocabulary = int(read_hf_config(folder).vocab_size)
-    if path.is_dir():
-        path = path / ROLLOUT_FILE
     try:
-        if path.name == ROLLOUT_FILE:
-            state = read_state(path)
-            rows = _tokens(path, (*state.ready, *state.partial))
+        if path.is_dir() or path.name == ROLLOUT_FILE:
+            rows = _of_checkpoints(path, limit)
         elif path.suffix == ".npz":
             rows = _tokens(path, decode(path.read_bytes()))
         else:
@@ -72,10 +72,33 @@ def read_calibration(path: str | Path, folder: str | Path, *, limit: int = 64, m
     kept = [torch.tensor([row[:max_tokens]], dtype=torch.int64) for _, row in rows[:limit] if len(row) > 1]
     if not kept:
         raise ModelError(
-            f"calibration {path} holds no sequence of two or more tokens; in a checkpoint of a synchronous run none "
-            "waits: use one of a run with rollout.max_policy_lag above 0, or JSONL"
+            f"calibration {path} holds no sequence of two or more tokens; give the output folder of a run with "
+            "rollout.max_policy_lag above 0 (in a synchronous run's checkpoints no trajectory waits, in another's by "
+            "chance; in one of several usually some do), or JSONL"
         )
     return kept
+
+
+def _of_checkpoints(path: Path, limit: int) -> list[tuple[str, list[int]]]:
+    """Of a ``rollout.state``, of the checkpoint in a folder, or of a run's, newest first until there are ``limit``."""
+    if path.is_dir():
+        one = path / ROLLOUT_FILE
+        files = [one] if one.exists() else [c / ROLLOUT_FILE for c in all_checkpoints(path)]
+        if not files:
+            raise ModelError(
+                f"calibration {path}: neither a training checkpoint ({ROLLOUT_FILE}) nor a run's output folder with "
+                f"some ({FOLDER}/update-N); give one of them, or JSONL"
+            )
+    else:
+        files = [path]
+    rows: dict[str, tuple[str, list[int]]] = {}  # by id: one may wait in more than one checkpoint
+    for file in files:
+        if len(rows) >= limit:
+            break
+        state = read_state(file)
+        waiting = [t for t in (*state.ready, *state.partial) if t.id not in rows]
+        rows.update(zip([t.id for t in waiting], _tokens(file, waiting), strict=True))
+    return list(rows.values())
 
 
 def _tokens(path: Path, trajectories: Iterable[Trajectory]) -> list[tuple[str, list[int]]]:

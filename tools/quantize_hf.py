@@ -17,8 +17,9 @@ def main() -> int:
     parser.add_argument(
         "--calibration",
         required=True,
-        help="a run's training checkpoint (training_state/update-N: the trajectories that waited in it), an archive of "
-        "trajectories (npz), or JSONL with 'tokens' or 'prompt'",
+        help="a run's output folder (the trajectories that waited in its training checkpoints, newest first), one of "
+        "those checkpoints (training_state/update-N), an archive of trajectories (npz), or JSONL with 'tokens' or "
+        "'prompt'",
     )
     parser.add_argument("--limit", type=int, default=64, help="sequences used (default: 64)")
     parser.add_argument(

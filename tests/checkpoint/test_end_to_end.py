@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -21,10 +22,11 @@ import yaml
 from safetensors.torch import load_file
 
 from megatron_fr.agents.arithmetic import questions
-from megatron_fr.checkpoints import all_checkpoints
+from megatron_fr.checkpoints import ROLLOUT_FILE, all_checkpoints
 from megatron_fr.observe.metrics import read_metrics
 from megatron_fr.quantize import read_calibration
 from megatron_fr.rollout.spawn import tied_to_us
+from megatron_fr.rollout.state import read_state
 from megatron_fr.tiny import make_untrained
 
 pytestmark = pytest.mark.slow
@@ -49,7 +51,7 @@ def test_a_killed_trainer_goes_on_with_the_same_command_and_the_engines_get_its_
                 "reward": {"function": "megatron_fr.agents.arithmetic:exact_answer"},
                 "data": {"train": str(tmp_path / "train.jsonl")},
                 "sync": {"probe_tokens": 8, "max_probe_difference": 0.01},
-                "checkpoint": {"every": 1},
+                "checkpoint": {"every": 1, "keep_last": 7},
             }
         )
     )
@@ -59,13 +61,18 @@ def test_a_killed_trainer_goes_on_with_the_same_command_and_the_engines_get_its_
         first = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | {"OMP_NUM_THREADS": "1"})
         try:
             deadline = time.monotonic() + 300
-            while len(all_checkpoints(output)) < 2:
-                assert time.monotonic() < deadline, log.read_text()[-3000:]
-                assert first.poll() is None, log.read_text()[-3000:]
-                time.sleep(0.02)
+
+            def until(condition: Callable[[], bool]) -> None:
+                while not condition():
+                    assert time.monotonic() < deadline, log.read_text()[-3000:]
+                    assert first.poll() is None, log.read_text()[-3000:]
+                    time.sleep(0.02)
+
+            until(lambda: len(all_checkpoints(output)) > 0)
             (trainer,) = [
                 p for p in psutil.Process(first.pid).children() if "megatron_fr.trainer" in " ".join(p.cmdline())
             ]
+            until(lambda: hold_up(trainer) and some_wait(output))
             trainer.send_signal(signal.SIGKILL)
             assert first.wait(60) == 1
         finally:
@@ -87,13 +94,27 @@ def test_a_killed_trainer_goes_on_with_the_same_command_and_the_engines_get_its_
     assert {p.name for p in (tmp_path / "hf").iterdir()} == {p.name for p in saved.iterdir()}
 
     # The trajectories that waited are real ones, with prompts, tool calls and tool output.
-    sequences = read_calibration(newest, saved)
+    sequences = read_calibration(output, saved)
     assert len(sequences) > 1
-    text = use("quantize_hf.py", saved, tmp_path / "fp8", "--calibration", newest)
+    text = use("quantize_hf.py", saved, tmp_path / "fp8", "--calibration", output)
     error = re.search(r"mean ([\d.]+), max ([\d.]+) nats over (\d+) tokens", text)
     assert error is not None, text
     assert 0 < float(error[1]) < 0.5
     assert int(error[3]) == sum(ids.shape[1] - 1 for ids in sequences[1::2])
+
+
+def hold_up(trainer: psutil.Process) -> bool:
+    """Slower than the engines, the trainer leaves finished trajectories to wait; otherwise it is chance."""
+    trainer.suspend()
+    time.sleep(0.2)
+    trainer.resume()
+    time.sleep(0.08)
+    return True
+
+
+def some_wait(output: Path) -> bool:
+    newest, *others = all_checkpoints(output)
+    return bool(others) and len(read_state(newest / ROLLOUT_FILE).ready) > 1
 
 
 def use(tool: str, *arguments: object) -> str:

@@ -204,12 +204,21 @@ def test_a_training_checkpoints_waiting_trajectories_calibrate(tmp_path: Path) -
     (tmp_path / "rollout.state").write_bytes(encode_state(RolloutState(counters, [], {}, ready, partial)))
     for path in (tmp_path, tmp_path / "rollout.state"):
         assert [ids.tolist() for ids in read_calibration(path, tmp_path)] == [[[3, 1, 4]], [[1, 5]]]
+    run = tmp_path / "run"  # whose newest checkpoint holds none, and the others one that waited in both
+    for update, waiting in ((9, [*ready, trajectory("old", [2, 2])]), (20, [*partial, *ready]), (100, [])):
+        (run / f"training_state/update-{update:06}").mkdir(parents=True)
+        state = encode_state(RolloutState(counters, [], {}, waiting, []))
+        (run / f"training_state/update-{update:06}/rollout.state").write_bytes(state)
+    assert [ids.tolist() for ids in read_calibration(run, tmp_path)] == [[[1, 5]], [[3, 1, 4]], [[2, 2]]]
+    assert [ids.tolist() for ids in read_calibration(run, tmp_path, limit=2)] == [[[1, 5]], [[3, 1, 4]]]
+    with pytest.raises(ModelError, match=r"training_state: neither a training checkpoint .* nor a run's output"):
+        read_calibration(run / "training_state", tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 5}')  # another model's
     with pytest.raises(ModelError, match=r"rollout\.state, trajectory 'b': holds token 5, expected ids of 0 to 4"):
         read_calibration(tmp_path, tmp_path)
     (tmp_path / "rollout.state").write_bytes(encode_state(RolloutState(counters, [], {}, [], [])))
-    with pytest.raises(ModelError, match=r"in a checkpoint of a synchronous run none waits: .*max_policy_lag above 0"):
+    with pytest.raises(ModelError, match=r"no sequence .*; give the output folder of a run with .*lag above 0"):
         read_calibration(tmp_path, tmp_path)
     (tmp_path / "rollout.state").write_bytes(b"no archive")
-    with pytest.raises(ModelError, match=r"rollout\.state cannot be read: .*damaged"):
+    with pytest.raises(ModelError, match=r"rollout\.state is damaged"):
         read_calibration(tmp_path, tmp_path)
