@@ -45,10 +45,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-FILE_BYTES = 10**9  # of one weight file, in the generated folder and in those written from it
 
 
-def generate(folder: Path, layers: int, experts: int, vocabulary: int) -> tuple[int, int]:
+def generate(folder: Path, file_bytes: int, layers: int, experts: int, vocabulary: int) -> tuple[int, int]:
     """Write the model, return the bytes of its weights and those of one layer."""
     import torch
     from transformers import Qwen3MoeConfig
@@ -74,7 +73,7 @@ def generate(folder: Path, layers: int, experts: int, vocabulary: int) -> tuple[
     )
     folder.mkdir()
     config.save_pretrained(folder)
-    files = plan_files(hf_tensor_specs(config, torch.bfloat16), FILE_BYTES)
+    files = plan_files(hf_tensor_specs(config, torch.bfloat16), file_bytes)
     generator = torch.Generator().manual_seed(0)
     for name, members in files.items():
         with TensorFileWriter(folder / name, members) as writer:
@@ -87,13 +86,15 @@ def generate(folder: Path, layers: int, experts: int, vocabulary: int) -> tuple[
     return sum(spec.num_bytes for spec in specs), layer
 
 
-def convert(source: Path, rounds: int, shape: tuple[int, int, int]) -> tuple[int, int, dict[str, list[float]]]:
+def convert(
+    source: Path, rounds: int, file_bytes: int, shape: tuple[int, int, int]
+) -> tuple[int, int, dict[str, list[float]]]:
     """Generate the folder, then copy and convert it in turns.
 
     Returns:
         as :func:`generate`, and for each kind least seconds, least seconds until on disk, largest growth in bytes.
     """
-    size, layer = generate(source, *shape)
+    size, layer = generate(source, file_bytes, *shape)
     from megatron_fr.bridge import read_hf_config
     from megatron_fr.bridge.to_hf import convert_megatron_to_hf
     from megatron_fr.bridge.to_megatron import convert_hf_to_megatron
@@ -103,7 +104,7 @@ def convert(source: Path, rounds: int, shape: tuple[int, int, int]) -> tuple[int
     jobs: dict[str, tuple[Callable[..., object], Path, Path]] = {
         "copy": (shutil.copytree, source, work / "copy"),
         "to_megatron": (convert_hf_to_megatron, source, work / "megatron"),
-        "to_hf": (functools.partial(convert_megatron_to_hf, shard_bytes=FILE_BYTES), work / "megatron", work / "back"),
+        "to_hf": (functools.partial(convert_megatron_to_hf, shard_bytes=file_bytes), work / "megatron", work / "back"),
     }
     samples: dict[str, list[tuple[float, float, int]]] = {kind: [] for kind in jobs}
     for _ in range(rounds):
@@ -125,7 +126,7 @@ def convert(source: Path, rounds: int, shape: tuple[int, int, int]) -> tuple[int
 
 
 def convert_then_load(
-    source: Path, rounds: int, shape: tuple[int, int, int], layouts: list[dict[str, int]]
+    source: Path, rounds: int, file_bytes: int, shape: tuple[int, int, int], layouts: list[dict[str, int]]
 ) -> list[Any]:
     """On rank 0 :func:`convert`, whose answer comes first; on all ranks then :func:`load_and_save`.
 
@@ -133,14 +134,16 @@ def convert_then_load(
     """
     converted = None
     if os.environ["RANK"] == "0":
-        converted = convert(source, rounds, shape)
+        converted = convert(source, rounds, file_bytes, shape)
         same_files(source, source.parent / "back")
         for folder in ("copy", "megatron", "back"):
             shutil.rmtree(source.parent / folder)
-    return [converted, load_and_save(source, layouts, "megatron_fr")]
+    return [converted, load_and_save(source, file_bytes, layouts, "megatron_fr")]
 
 
-def load_and_save(source: Path, layouts: list[dict[str, int]], package: str) -> list[list[list[float]]]:
+def load_and_save(
+    source: Path, file_bytes: int, layouts: list[dict[str, int]], package: str
+) -> list[list[list[float]]]:
     """On every rank, for each layout ``[seconds, growth in bytes]`` of loading the folder and of saving it again."""
     from megatron_fr.device import prepare_process, resolve_device
 
@@ -154,7 +157,7 @@ def load_and_save(source: Path, layouts: list[dict[str, int]], package: str) -> 
         distributed.initialize(config.parallel, device, seed=1, timeout_s=300)
         from megatron.core import parallel_state
 
-        answers.append([timed(step) for step in steps(config, source, package, f"saved_by_{package}_{number}")])
+        answers.append([timed(step) for step in steps(config, source, file_bytes, package, number)])
         parallel_state.destroy_model_parallel()
     return answers
 
@@ -174,14 +177,16 @@ def run_config(source: Path, layout: dict[str, int]) -> RunConfig:
     )
 
 
-def steps(config: RunConfig, source: Path, package: str, name: str) -> Iterator[Callable[[], object]]:
+def steps(
+    config: RunConfig, source: Path, file_bytes: int, package: str, number: int
+) -> Iterator[Callable[[], object]]:
     """Build the model, then give what loads the folder into it, and what saves it beside the folder."""
     from megatron_fr.bridge import load_hf_weights, read_hf_config
     from megatron_fr.bridge.save import save_hf_folder
     from megatron_fr.device import resolve_device
     from megatron_fr.trainer.model import build_model
 
-    hf_config, out = read_hf_config(source), source.parent / name
+    hf_config, out = read_hf_config(source), source.parent / f"saved_by_{package}_{number}"
     chunks = build_model(hf_config, config, resolve_device("cpu"))
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
         parameter.data.fill_(1.0)  # all of the model's memory is the process's before the first measurement
@@ -191,7 +196,7 @@ def steps(config: RunConfig, source: Path, package: str, name: str) -> Iterator[
         yield lambda: bridge.save_weights(chunks, str(out))
     else:
         yield lambda: load_hf_weights(chunks, hf_config, source)
-        yield lambda: save_hf_folder(chunks, hf_config, source, out, shard_bytes=FILE_BYTES)
+        yield lambda: save_hf_folder(chunks, hf_config, source, out, shard_bytes=file_bytes)
 
 
 def timed(step: Callable[[], object]) -> list[float]:
@@ -278,13 +283,15 @@ def main() -> None:
         function = {"convert_then_load": convert_then_load, "load_and_save": load_and_save}[call.pop("function")]
         print(json.dumps(function(source=Path(call.pop("source")), **call)))  # type: ignore[operator]
         return
-    shape = (4, 16, 8003) if arguments.quick else (12, 32, 32003)  # layers, experts, vocabulary
+    shape = (3, 16, 8003) if arguments.quick else (12, 32, 32003)  # layers, experts, vocabulary
+    file_bytes = 12 * 10**7 if arguments.quick else 10**9  # three files, as threads write a file each
     result: dict[str, Any] = {"benchmark": "convert"}
     with tempfile.TemporaryDirectory(dir=arguments.dir) as name:
         source = Path(name) / "hf"
         layouts = [{"tensor": 2}] if arguments.quick else [{"tensor": 2}, {"expert": 2}]
         rounds = 1 if arguments.quick else 4
         call = {"function": "convert_then_load", "rounds": rounds, "shape": shape, "layouts": layouts}
+        call["file_bytes"] = file_bytes
         converted, ranks = zip(*start(call | {"source": str(source)}, 2), strict=True)
         size, layer, found = converted[0]
         for kind, (seconds, on_disk, memory) in found.items():
@@ -311,13 +318,13 @@ def main() -> None:
         if importlib.util.find_spec("mbridge") is None:
             print("mbridge: not compared, it is not installed")
         else:
-            result |= compare_mbridge(source)
+            result |= compare_mbridge(source, file_bytes)
     print(json.dumps(result))
 
 
-def compare_mbridge(source: Path) -> dict[str, float]:
+def compare_mbridge(source: Path, file_bytes: int) -> dict[str, float]:
     """This project's seconds and peak memory over mbridge's, loading and saving on one rank."""
-    call = {"function": "load_and_save", "source": str(source), "layouts": [{}]}
+    call = {"function": "load_and_save", "source": str(source), "file_bytes": file_bytes, "layouts": [{}]}
     ((theirs,),) = start(call | {"package": "mbridge"})
     ((ours,),) = start(call | {"package": "megatron_fr"})
     ratios = {}

@@ -1,19 +1,18 @@
-"""Ranges of bytes in open files, copied through one small buffer: what needs no change never becomes a tensor."""
+"""Ranges of bytes in open files, copied from file to file: what needs no change never becomes a tensor."""
 
 from __future__ import annotations
 
 import errno
 import io
-import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_fr.errors import ModelError
 
-_BUFFER = 1 << 18  # stays in a core's own cache: copying costs what the kernel's file copy does, with 1 MiB half more
+_BUFFER = 1 << 18  # stays in a core's own cache
 # The kernel reads or writes at most 2 GiB at a time.
 _MAX_TRANSFER = 1 << 30
 
@@ -104,30 +103,37 @@ def write_all(file: io.FileIO, data: bytes | memoryview) -> None:
         rest = rest[file.write(rest[:_MAX_TRANSFER]) :]
 
 
-class Copier:
-    """Reads ranges piece by piece, always into the same small buffer."""
+def copy_extents(extents: Iterable[Extent], file: io.FileIO) -> int:
+    """Append the bytes of the ranges, in order, to an unbuffered file; returns how many they were.
 
-    def __init__(self) -> None:
-        # On whole pages, as a bytearray never is: x86 copies half as fast between addresses whose places in their pages
-        # differ by a few bytes.
-        self._buffer = memoryview(mmap.mmap(-1, _BUFFER + mmap.PAGESIZE))
+    The kernel copies them, as in ``shutil``: a process's own large writes were up to three times slower where a virtual
+    machine had given the page cache's memory back to its host (``benchmarks/convert.py``).
 
-    def chunks(self, extents: Iterable[Extent], position: int) -> Iterator[memoryview]:
-        """The bytes of the ranges in order; each piece is valid until the next one is asked for.
-
-        Args:
-            position: where in a file they are about to be written. Pieces end where a multiple of the buffer's size
-                does, so that the kernel gives the file large pages.
-
-        Raises:
-            ModelError: names the file and the tensor that could not be read.
-        """
-        for extent in extents:
-            done = 0
+    Raises:
+        ModelError: names the file and the tensor that could not be read.
+        OSError: the disk is full, or the file cannot be written.
+    """
+    total = 0
+    for extent in extents:
+        done = 0
+        while done < extent.length and (count := _send(extent, done, file)):
+            done += count
+        # What is left was refused: by a file system that cannot, or for a reason that reading or writing will tell.
+        if done < extent.length:
+            buffer = memoryview(bytearray(min(_BUFFER, extent.length - done)))
             while done < extent.length:
-                length = min(_BUFFER - position % _BUFFER, extent.length - done)
-                place = position % mmap.PAGESIZE  # in the buffer's page as in the file's
-                piece = self._buffer[place : place + length]
+                piece = buffer[: extent.length - done]
                 extent.read_into(piece, done)
-                yield piece
-                done, position = done + length, position + length
+                write_all(file, piece)
+                done += len(piece)
+        total += extent.length
+    return total
+
+
+def _send(extent: Extent, start: int, file: io.FileIO) -> int:
+    """How many bytes of the range, from ``start`` on, the kernel has copied; 0: none, whatever the reason."""
+    length = min(extent.length - start, _MAX_TRANSFER)
+    try:
+        return os.sendfile(file.fileno(), extent.descriptor, extent.offset + start, length)
+    except OSError:
+        return 0

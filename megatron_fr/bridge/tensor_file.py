@@ -11,14 +11,15 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from megatron_fr.bridge.extents import Copier, Extent, reason, write_all
+from megatron_fr.bridge.extents import Extent, copy_extents, reason, write_all
 from megatron_fr.errors import ModelError
 
 _DTYPES = {
@@ -190,7 +191,6 @@ class TensorFileWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
         self._pending = list(reversed(specs))
-        self._copier = Copier()
         try:
             self._file = path.open("wb", buffering=0)
         except OSError as error:
@@ -211,16 +211,20 @@ class TensorFileWriter:
         Raises:
             ModelError: also where a range cannot be read.
         """
-        spec, count = self._pending.pop(), 0
-        for chunk in self._copier.chunks(extents, self._file.tell()):
-            self._write(f"tensor {name!r}", chunk)
-            count += len(chunk)
+        spec = self._pending.pop()
+        with self._writing(f"tensor {name!r}"):
+            count = copy_extents(extents, self._file)
         if (name, count) != (spec.name, spec.num_bytes):
             raise ValueError(f"{self.path}: got {count} bytes of {name!r}, expected {spec}")
 
     def _write(self, what: str, data: bytes | memoryview) -> None:
-        try:
+        with self._writing(what):
             write_all(self._file, data)
+
+    @contextmanager
+    def _writing(self, what: str) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             self._file.close()
             raise ModelError(f"{self.path}: {what} cannot be written: {error.strerror}") from error

@@ -22,7 +22,7 @@ from megatron_fr.bridge.archive import frame
 from megatron_fr.bridge.atomic import atomic_folder
 from megatron_fr.bridge.checkpoint_keys import Location, written_at
 from megatron_fr.bridge.dims import Dims
-from megatron_fr.bridge.extents import Copier, reason, write_all
+from megatron_fr.bridge.extents import copy_extents, reason, write_all
 from megatron_fr.bridge.folder import WeightFiles, copy_other_files, read_hf_config, resolve_folder
 from megatron_fr.bridge.load import check_files
 from megatron_fr.bridge.registry import Entry, entries
@@ -151,8 +151,7 @@ def _write_file(
         for item in items:
             start = file.tell()
             with _writing(path, f"tensor {source.names(item)!r}"):
-                for data in source.data(item, start):
-                    write_all(file, data)
+                source.write(item, file)
             length = file.tell() - start
             results.append(WriteResult(item.index, length, _StorageInfo(path.name, start, length)))
             if item.tensor_data is not None:
@@ -212,37 +211,36 @@ def _check_split(dims: Dims, tensor: int, expert: int, pipeline: int) -> None:
 
 
 class _Source:
-    """Gives the bytes of each item of a checkpoint when they are about to be written."""
+    """Writes the bytes of each item of a checkpoint."""
 
     def __init__(self, files: WeightFiles, pieces: Mapping[tuple[str, torch.Size | None], _Piece], dims: Dims) -> None:
         self._files, self._pieces, self._dims = files, pieces, dims
-        self._copier = Copier()
 
     def names(self, item: WriteItem) -> str:
         """The Hugging Face tensors that an item is made of."""
         return ", ".join(self._pieces[item.index.fqn, item.index.offset].entry.hf) if item.tensor_data else _COMMON
 
-    def data(self, item: WriteItem, position: int) -> Iterator[bytes | memoryview]:
-        """The bytes in order, to be written at ``position``; each part is valid until the next one is asked for.
+    def write(self, item: WriteItem, file: io.FileIO) -> None:
+        """Append the bytes of an item.
 
         Raises:
             ModelError: a tensor cannot be read.
+            OSError: the file cannot be written.
         """
         if item.tensor_data is None:
             payload = io.BytesIO()
             torch.save([{"content_metadata": {"format": "megatron-fr weights"}}], payload)
-            yield payload.getvalue()
+            write_all(file, payload.getvalue())
             return
         piece, dtype = self._pieces[item.index.fqn, item.index.offset], item.tensor_data.properties.dtype
         before, after = frame(tuple(item.tensor_data.chunk.sizes), dtype)
-        yield before
+        write_all(file, before)
         rule, names = piece.entry.rule, piece.entry.hf
         runs = piece_runs(rule, self._dims, piece.rank, piece.size, piece.part)
         if runs is not None and all(self._files.spec(name).dtype == dtype for name in names):
-            extents = (self._files.slice(names[run.source]).extent(run.start, run.stop) for run in runs)
-            yield from self._copier.chunks(extents, position + len(before))
+            copy_extents((self._files.slice(names[run.source]).extent(run.start, run.stop) for run in runs), file)
         else:
             sources = [self._files.slice(name) for name in names]
             value = rule.piece(sources, self._dims, piece.rank, piece.size, piece.part).to(dtype).contiguous()
-            yield memoryview(value.reshape(-1).view(torch.uint8).numpy())
-        yield after
+            write_all(file, memoryview(value.reshape(-1).view(torch.uint8).numpy()))
+        write_all(file, after)
