@@ -1,4 +1,4 @@
-"""Files written side by side by threads: copying holds no interpreter lock, and storage is faster with several."""
+"""Files side by side in threads: copying and comparing hold no interpreter lock, and storage is faster with several."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from megatron_fr.errors import ConfigError
 
 Progress = Callable[[str, int], None]
-#: How many files a conversion writes at a time unless told otherwise.
+#: How many files a conversion writes, and parts of a model it compares, at a time unless told otherwise.
 THREADS = 4
 
 
@@ -24,7 +24,7 @@ def even_parts(sizes: Sequence[int], count: int) -> list[range]:
     return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def write_side_by_side[T](
+def run_side_by_side[T](
     jobs: Sequence[Callable[[Progress], T]], threads: int, progress: Progress | None = None
 ) -> list[T]:
     """Call every job, at most ``threads`` at a time.
@@ -32,7 +32,7 @@ def write_side_by_side[T](
     When one fails, or the caller is interrupted, no other is begun, and those that run end at their next tensor.
 
     Args:
-        jobs: each is given a function to call with the name and the bytes of every tensor that it has written.
+        jobs: each is given a function to call with the name and the bytes of every tensor that it is done with.
         progress: called with the same, by one job at a time.
 
     Returns:
@@ -45,7 +45,7 @@ def write_side_by_side[T](
     failures: list[BaseException] = []  # what stops the others; the first is the caller's
     turn = threading.Lock()
 
-    def written(name: str, num_bytes: int) -> None:
+    def done(name: str, num_bytes: int) -> None:
         if failures:
             raise failures[0]
         if progress is not None:
@@ -56,14 +56,14 @@ def write_side_by_side[T](
         if failures:
             raise failures[0]
         try:
-            return job(written)
+            return job(done)
         except BaseException as error:
             failures.append(error)
             raise
 
     if threads < 1:
         raise ConfigError(f"threads is {threads}, expected at least 1")
-    with ThreadPoolExecutor(min(threads, len(jobs)), "write") as pool:
+    with ThreadPoolExecutor(min(threads, len(jobs)), "side by side") as pool:
         try:
             try:
                 running = [pool.submit(run, job) for job in jobs]

@@ -18,7 +18,7 @@ from megatron_fr.bridge.folder import WeightFiles, copy_other_files, read_hf_con
 from megatron_fr.bridge.registry import Entry, entries
 from megatron_fr.bridge.row_runs import gather_runs, whole_shape
 from megatron_fr.bridge.save import plan_files, write_index
-from megatron_fr.bridge.side_by_side import THREADS, Progress, write_side_by_side
+from megatron_fr.bridge.side_by_side import THREADS, Progress, even_parts, run_side_by_side
 from megatron_fr.bridge.tensor_file import TensorFileWriter, TensorSpec
 from megatron_fr.bridge.to_megatron import HF_FILES
 from megatron_fr.errors import ModelError
@@ -64,11 +64,11 @@ def convert_megatron_to_hf(
         if verify:
             check_sums(checkpoint)
         jobs = [functools.partial(_write_file, files, hf_config, work / name, plan[name]) for name in plan]
-        write_side_by_side(jobs, threads, progress)
+        run_side_by_side(jobs, threads, progress)
         write_index(work, plan)
         copy_other_files(source, work)
         if verify:
-            compare(checkpoint, work)
+            compare(checkpoint, work, threads=threads)
     return Path(out_dir)
 
 
@@ -120,29 +120,42 @@ def read_whole(files: CheckpointFiles, entry: Entry, dims: Dims) -> torch.Tensor
     return files.read(place.key, place.lead, whole_shape(entry.rule, dims))
 
 
-def compare(checkpoint: str | Path, hf_folder: str | Path) -> int:
+def compare(checkpoint: str | Path, hf_folder: str | Path, *, threads: int = THREADS) -> int:
     """Shard a Hugging Face folder and compare it, bit for bit, with a checkpoint cast to the folder's dtype.
+
+    Args:
+        threads: that many compare side by side, each with a parameter in memory twice.
 
     Returns:
         how many parameters were compared: all.
 
     Raises:
-        ModelError: names the first tensor that differs.
+        ModelError: names the first tensor that was found to differ.
     """
     hf_config = read_hf_config(hf_folder)
     dims, files = Dims.from_hf(hf_config), CheckpointFiles(find_checkpoint(checkpoint))
-    written = WeightFiles(Path(hf_folder))
-    count = 0
-    for entry in entries(hf_config):
-        stored = read_whole(files, entry, dims)
-        found = entry.rule.shard([written.slice(name) for name in entry.hf], dims, 0, 1)
-        same = stored.to(found.dtype).contiguous()
-        if same.shape != found.shape or not torch.equal(same.view(torch.uint8), found.contiguous().view(torch.uint8)):
-            raise ModelError(f"{written.file(entry.hf[0])}: tensor {entry.hf[0]!r} is not what the checkpoint holds")
-        count += 1
-    written.close()
-    files.close()
-    return count
+    with closing(files), closing(WeightFiles(Path(hf_folder))) as written:
+        table = [(entry, sum(written.spec(name).num_bytes for name in entry.hf)) for entry in entries(hf_config)]
+        parts = even_parts([size for _, size in table], 4 * threads)  # more than threads: some take longer
+        jobs = [functools.partial(_compare, files, written, table[part.start : part.stop], dims) for part in parts]
+        run_side_by_side(jobs, threads)
+    return len(table)
+
+
+def _compare(
+    checkpoint: CheckpointFiles, written: WeightFiles, table: list[tuple[Entry, int]], dims: Dims, progress: Progress
+) -> None:
+    with closing(checkpoint.reopened()) as files:
+        for entry, size in table:
+            stored = read_whole(files, entry, dims)
+            found = entry.rule.shard([written.slice(name) for name in entry.hf], dims, 0, 1)
+            same = stored.to(found.dtype).contiguous()
+            bits = found.contiguous().view(torch.uint8)
+            if same.shape != found.shape or not torch.equal(same.view(torch.uint8), bits):
+                raise ModelError(
+                    f"{written.file(entry.hf[0])}: tensor {entry.hf[0]!r} is not what the checkpoint holds"
+                )
+            progress(entry.hf[0], size)
 
 
 def _locate_all(files: CheckpointFiles, hf_config: Any) -> None:

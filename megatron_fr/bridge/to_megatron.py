@@ -27,7 +27,7 @@ from megatron_fr.bridge.folder import WeightFiles, copy_other_files, read_hf_con
 from megatron_fr.bridge.load import check_files
 from megatron_fr.bridge.registry import Entry, entries
 from megatron_fr.bridge.row_runs import piece_runs, piece_shape
-from megatron_fr.bridge.side_by_side import THREADS, Progress, even_parts, write_side_by_side
+from megatron_fr.bridge.side_by_side import THREADS, Progress, even_parts, run_side_by_side
 from megatron_fr.errors import ConfigError, ModelError
 
 #: Folder inside a checkpoint with configuration, tokenizer and chat template.
@@ -113,7 +113,7 @@ def convert_hf_to_megatron(
             for rank, plan in enumerate(ranked)
             for i, part in enumerate(even_parts([_num_bytes(item) for item in plan.items], -(-threads // len(ranked))))
         ]
-        results = write_side_by_side(jobs, threads, progress)
+        results = run_side_by_side(jobs, threads, progress)
         _write_metadata(work, writer, metadata, results)
         (work / HF_FILES).mkdir()
         copy_other_files(source, work / HF_FILES)

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from megatron_fr.bridge.side_by_side import Progress, even_parts, write_side_by_side
+from megatron_fr.bridge.side_by_side import Progress, even_parts, run_side_by_side
 from megatron_fr.errors import ConfigError, ModelError
 
 
@@ -32,7 +32,7 @@ def test_results_have_the_order_of_the_jobs_and_every_tensor_is_reported_by_one_
         reports.append((name, num_bytes))
         inside[0] -= 1
 
-    assert write_side_by_side([partial(job, number) for number in range(6)], 3, report) == list(range(6))
+    assert run_side_by_side([partial(job, number) for number in range(6)], 3, report) == list(range(6))
     assert sorted(reports) == sorted((f"{number}.{i}", number) for number in range(6) for i in range(100))
 
 
@@ -60,10 +60,10 @@ def test_after_a_failure_no_job_is_begun_and_running_ones_end_at_their_next_tens
 
     jobs = [endless, failing, *[never] * 5]
     with pytest.raises(ModelError, match="No space left on device"):
-        write_side_by_side(jobs, 2, lambda name, size: reported.append(size))
+        run_side_by_side(jobs, 2, lambda name, size: reported.append(size))
     assert sorted(begun) == ["endless", "failing"]
     assert len(reported) < 10**6
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("write")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("side by side")]
 
 
 def test_parts_are_about_even_and_cover_everything_in_order() -> None:
@@ -95,7 +95,7 @@ def test_an_interruption_while_jobs_are_being_handed_out_begins_no_other() -> No
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     try:
         with pytest.raises(KeyboardInterrupt):
-            write_side_by_side(Jobs([job] * 500), 4)
+            run_side_by_side(Jobs([job] * 500), 4)
     finally:
         signal.signal(signal.SIGINT, before)
     assert len(begun) < 500
@@ -103,4 +103,4 @@ def test_an_interruption_while_jobs_are_being_handed_out_begins_no_other() -> No
 
 def test_no_thread_at_all_is_refused() -> None:
     with pytest.raises(ConfigError, match="threads is 0, expected at least 1"):
-        write_side_by_side([lambda progress: None], 0)
+        run_side_by_side([lambda progress: None], 0)
