@@ -149,13 +149,16 @@ def _compare(
         for entry, size in table:
             stored = read_whole(files, entry, dims)
             found = entry.rule.shard([written.slice(name) for name in entry.hf], dims, 0, 1)
-            same = stored.to(found.dtype).contiguous()
-            bits = found.contiguous().view(torch.uint8)
-            if same.shape != found.shape or not torch.equal(same.view(torch.uint8), bits):
-                raise ModelError(
-                    f"{written.file(entry.hf[0])}: tensor {entry.hf[0]!r} is not what the checkpoint holds"
-                )
+            if not _same_bits(stored, found):
+                gathered = zip(entry.hf, entry.rule.gather([stored], dims), strict=True)
+                name = next((n for n, value in gathered if not _same_bits(value, written.slice(n)[:])), entry.hf[0])
+                raise ModelError(f"{written.file(name)}: tensor {name!r} is not what the checkpoint holds")
             progress(entry.hf[0], size)
+
+
+def _same_bits(stored: torch.Tensor, found: torch.Tensor) -> bool:
+    stored, found = stored.to(found.dtype).contiguous(), found.contiguous()
+    return stored.shape == found.shape and torch.equal(stored.view(torch.uint8), found.view(torch.uint8))
 
 
 def _locate_all(files: CheckpointFiles, hf_config: Any) -> None:

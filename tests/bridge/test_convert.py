@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+import re
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -146,11 +148,16 @@ def test_verification_finds_a_single_changed_bit(models: dict[str, Path], tmp_pa
     out = convert_megatron_to_hf(checkpoint, tmp_path / "out")
     assert compare(checkpoint, out) > 0
     weights = out / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1000] ^= 1
-    weights.write_bytes(data)
-    with pytest.raises(ModelError, match=r"model\.safetensors: tensor '.*' is not what the checkpoint holds"):
-        compare(checkpoint, out)
+    whole = weights.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    for name in ("layers.1.self_attn.v_proj.weight", "layers.0.mlp.experts.3.up_proj.weight", "embed_tokens.weight"):
+        data = bytearray(whole)
+        data[8 + length + header[f"model.{name}"]["data_offsets"][1] - 1] ^= 1
+        weights.write_bytes(data)
+        wanted = f"model.safetensors: tensor 'model.{name}' is not what the checkpoint holds"
+        with pytest.raises(ModelError, match=re.escape(wanted)):
+            compare(checkpoint, out)
 
 
 def with_file_limit(limit: int, function: Callable[[], Any]) -> None:
