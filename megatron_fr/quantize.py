@@ -1,9 +1,9 @@
 """FP8 export of a Hugging Face folder with NVIDIA ModelOpt, calibrated on recorded trajectories.
 
 A run records trajectories in its training checkpoints: ``rollout.state`` holds those that are finished and wait for
-their update. They are the policy's own text, a version or two old at most, with prompts and tool output in between. How
-many wait in one checkpoint is chance (none, where the engines were the slower part), so a run's folder gives those of
-all its checkpoints.
+their update. They are the policy's own text, sampled a version or two before the checkpoint at most, with prompts and
+tool output in between. How many wait in one checkpoint is chance (none, where the engines were the slower part), so a
+run's folder gives those of all its checkpoints.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,8 +42,9 @@ def read_calibration(path: str | Path, folder: str | Path, *, limit: int = 64, m
     """Token ids of recorded trajectories, or of JSONL with ``tokens`` or ``prompt`` in each line.
 
     Args:
-        path: a run's output folder (its training checkpoints, newest first, until there are ``limit``), one training
-            checkpoint (its folder or its ``rollout.state``), an archive of trajectories (npz), or JSONL.
+        path: a run's output folder or the ``training_state`` in it (the training checkpoints, newest first, until there
+            are ``limit``; one that cannot be read is skipped with a message, as a run does), one training checkpoint
+            (its folder or its ``rollout.state``), an archive of trajectories (npz), or JSONL.
         folder: of the model, for its tokenizer.
 
     Returns:
@@ -69,7 +71,7 @@ def read_calibration(path: str | Path, folder: str | Path, *, limit: int = 64, m
                 f"{place}: holds token {unknown}, expected ids of 0 to {vocabulary - 1}; give what was tokenized with "
                 f"the tokenizer of {folder}"
             )
-    kept = [torch.tensor([row[:max_tokens]], dtype=torch.int64) for _, row in rows[:limit] if len(row) > 1]
+    kept = [torch.tensor([row[:max_tokens]], dtype=torch.int64) for _, row in rows if len(row) > 1][:limit]
     if not kept:
         raise ModelError(
             f"calibration {path} holds no sequence of two or more tokens; give the output folder of a run with "
@@ -81,24 +83,36 @@ def read_calibration(path: str | Path, folder: str | Path, *, limit: int = 64, m
 
 def _of_checkpoints(path: Path, limit: int) -> list[tuple[str, list[int]]]:
     """Of a ``rollout.state``, of the checkpoint in a folder, or of a run's, newest first until there are ``limit``."""
-    if path.is_dir():
-        one = path / ROLLOUT_FILE
-        files = [one] if one.exists() else [c / ROLLOUT_FILE for c in all_checkpoints(path)]
-        if not files:
-            raise ModelError(
-                f"calibration {path}: neither a training checkpoint ({ROLLOUT_FILE}) nor a run's output folder with "
-                f"some ({FOLDER}/update-N); give one of them, or JSONL"
-            )
-    else:
-        files = [path]
+    one = path / ROLLOUT_FILE if path.is_dir() else path
+    if one.exists() or not path.is_dir():
+        return _tokens(one, _waiting(one))
+    checkpoints = all_checkpoints(path.parent if path.name == FOLDER else path)
+    if not checkpoints:
+        raise ModelError(
+            f"calibration {path}: neither a training checkpoint ({ROLLOUT_FILE}) nor a run's output folder with "
+            f"some ({FOLDER}/update-N); give one of them, or JSONL"
+        )
     rows: dict[str, tuple[str, list[int]]] = {}  # by id: one may wait in more than one checkpoint
-    for file in files:
+    failure = None
+    for checkpoint in checkpoints:
         if len(rows) >= limit:
             break
-        state = read_state(file)
-        waiting = [t for t in (*state.ready, *state.partial) if t.id not in rows]
-        rows.update(zip([t.id for t in waiting], _tokens(file, waiting), strict=True))
+        file = checkpoint / ROLLOUT_FILE
+        try:
+            waiting = [t for t in _waiting(file) if t.id not in rows]
+        except (CheckpointError, TrajectoryError, OSError) as error:  # damaged, or deleted by the run meanwhile
+            failure = error
+            print(f"{checkpoint} is skipped: {error}", file=sys.stderr, flush=True)
+            continue
+        rows |= zip([t.id for t in waiting], _tokens(file, waiting), strict=True)
+    if failure is not None and not rows:
+        raise failure
     return list(rows.values())
+
+
+def _waiting(file: Path) -> list[Trajectory]:
+    state = read_state(file)
+    return [*state.ready, *state.partial]
 
 
 def _tokens(path: Path, trajectories: Iterable[Trajectory]) -> list[tuple[str, list[int]]]:

@@ -30,7 +30,8 @@ def main() -> int:
         "--threads",
         type=int,
         default=4,
-        help="that write files side by side (default: 4); where weights are cast, each holds a tensor in memory",
+        help="that write files side by side (default: 4); where weights are cast, each holds a tensor in memory, with "
+        "--verify up to five times the largest one",
     )
     parser.add_argument("--shard-gb", type=float, default=5.0, help="largest weight file, 10^9 bytes (default: 5)")
     parser.add_argument(

@@ -15,6 +15,8 @@ from megatron_fr.errors import ModelError
 _BUFFER = 1 << 18  # stays in a core's own cache
 # The kernel reads or writes at most 2 GiB at a time.
 _MAX_TRANSFER = 1 << 30
+#: Said of files that the kernel does not copy.
+_NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def copy_extents(extents: Iterable[Extent], file: io.FileIO) -> int:
         done = 0
         while done < extent.length and (count := _send(extent, done, file)):
             done += count
-        # What is left was refused: by a file system that cannot, or for a reason that reading or writing will tell.
+        # What is left was refused by a file system that cannot, or is not there: reading will tell.
         if done < extent.length:
             buffer = memoryview(bytearray(min(_BUFFER, extent.length - done)))
             while done < extent.length:
@@ -131,9 +133,18 @@ def copy_extents(extents: Iterable[Extent], file: io.FileIO) -> int:
 
 
 def _send(extent: Extent, start: int, file: io.FileIO) -> int:
-    """How many bytes of the range, from ``start`` on, the kernel has copied; 0: none, whatever the reason."""
+    """How many bytes of the range, from ``start`` on, the kernel has copied; 0: it cannot, or the file ends there.
+
+    Raises:
+        ModelError: they cannot be read.
+        OSError: they cannot be written.
+    """
     length = min(extent.length - start, _MAX_TRANSFER)
     try:
         return os.sendfile(file.fileno(), extent.descriptor, extent.offset + start, length)
-    except OSError:
-        return 0
+    except OSError as error:
+        if error.errno in _NOT_SUPPORTED:
+            return 0
+        # Of which file, it does not say. Tried again it might pass: some file systems report a failed write only once.
+        extent.read_into(memoryview(bytearray(min(_BUFFER, length))), start)
+        raise

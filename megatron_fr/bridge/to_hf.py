@@ -15,6 +15,7 @@ from megatron_fr.bridge.checkpoint_keys import Location, candidates
 from megatron_fr.bridge.dims import Dims
 from megatron_fr.bridge.export import hf_tensor_specs
 from megatron_fr.bridge.folder import WeightFiles, copy_other_files, read_hf_config, resolve_folder, stated_dtype
+from megatron_fr.bridge.load import check_files
 from megatron_fr.bridge.registry import Entry, entries
 from megatron_fr.bridge.row_runs import gather_runs, whole_shape
 from megatron_fr.bridge.save import plan_files, write_index
@@ -43,9 +44,10 @@ def convert_megatron_to_hf(
     Args:
         hf_dir: folder or hub name with configuration and tokenizer; None: the ``hf`` folder in or above the checkpoint.
         threads: that many write files side by side, never more than there are files (several at one file were measured
-            to be no faster).
+            to be no faster); with ``verify`` that many compare parameters.
         verify: first compare the checkpoint's files with the sums in its ``manifest.json``, where it has one; at the
-            end read ``out_dir`` again, shard it, and compare every bit with the checkpoint, before it gets its name.
+            end read ``out_dir`` again, shard it, and compare every bit with the checkpoint, before it gets its name
+            (:func:`compare`, also for the memory that takes).
         overwrite: replace a model or checkpoint in ``out_dir`` with all that it holds.
         shard_bytes: largest file.
         progress: called with the name and the bytes of each tensor written, by one thread at a time.
@@ -124,36 +126,41 @@ def compare(checkpoint: str | Path, hf_folder: str | Path, *, threads: int = THR
     """Shard a Hugging Face folder and compare it, bit for bit, with a checkpoint cast to the folder's dtype.
 
     Args:
-        threads: that many compare side by side, each with a parameter in memory twice.
+        threads: that many compare side by side, and each takes three to five times the bytes of its largest parameter.
 
     Returns:
         how many parameters were compared: all.
 
     Raises:
-        ModelError: names the first tensor that was found to differ.
+        ModelError: a tensor is missing, has another shape, or differs; names one, the first that was found.
     """
     hf_config = read_hf_config(hf_folder)
     dims, files = Dims.from_hf(hf_config), CheckpointFiles(find_checkpoint(checkpoint))
     with closing(files), closing(WeightFiles(Path(hf_folder))) as written:
+        check_files(written, hf_config)
         table = [(entry, sum(written.spec(name).num_bytes for name in entry.hf)) for entry in entries(hf_config)]
         parts = even_parts([size for _, size in table], 4 * threads)  # more than threads: some take longer
         jobs = [functools.partial(_compare, files, written, table[part.start : part.stop], dims) for part in parts]
-        run_side_by_side(jobs, threads)
-    return len(table)
+        return sum(run_side_by_side(jobs, threads))
 
 
 def _compare(
     checkpoint: CheckpointFiles, written: WeightFiles, table: list[tuple[Entry, int]], dims: Dims, progress: Progress
-) -> None:
+) -> int:
     with closing(checkpoint.reopened()) as files:
         for entry, size in table:
-            stored = read_whole(files, entry, dims)
-            found = entry.rule.shard([written.slice(name) for name in entry.hf], dims, 0, 1)
-            if not _same_bits(stored, found):
-                gathered = zip(entry.hf, entry.rule.gather([stored], dims), strict=True)
-                name = next((n for n, value in gathered if not _same_bits(value, written.slice(n)[:])), entry.hf[0])
-                raise ModelError(f"{written.file(name)}: tensor {name!r} is not what the checkpoint holds")
+            _compare_one(files, written, entry, dims)
             progress(entry.hf[0], size)
+    return len(table)
+
+
+def _compare_one(files: CheckpointFiles, written: WeightFiles, entry: Entry, dims: Dims) -> None:
+    found = entry.rule.shard([written.slice(name) for name in entry.hf], dims, 0, 1)  # first: it takes twice its size
+    stored = read_whole(files, entry, dims)
+    if not _same_bits(stored, found):
+        gathered = zip(entry.hf, entry.rule.gather([stored], dims), strict=True)
+        name = next((n for n, value in gathered if not _same_bits(value, written.slice(n)[:])), entry.hf[0])
+        raise ModelError(f"{written.file(name)}: tensor {name!r} is not what the checkpoint holds")
 
 
 def _same_bits(stored: torch.Tensor, found: torch.Tensor) -> bool:

@@ -19,7 +19,9 @@ from small_disk import SmallDisk
 
 from megatron_fr.bridge.archive import PayloadFinder, frame
 from megatron_fr.bridge.checkpoint_files import CheckpointFiles
+from megatron_fr.bridge.folder import read_hf_config
 from megatron_fr.bridge.inspect import inspect_folder
+from megatron_fr.bridge.registry import entries
 from megatron_fr.bridge.to_hf import compare, convert_megatron_to_hf
 from megatron_fr.bridge.to_megatron import convert_hf_to_megatron
 from megatron_fr.errors import ConfigError, ModelError
@@ -146,7 +148,9 @@ def test_several_threads_write_several_files_with_index_and_tokenizer(models: di
 def test_verification_finds_a_single_changed_bit(models: dict[str, Path], tmp_path: Path) -> None:
     checkpoint = convert_hf_to_megatron(models["moe"], tmp_path / "checkpoint")
     out = convert_megatron_to_hf(checkpoint, tmp_path / "out")
-    assert compare(checkpoint, out) > 0
+    number = len(list(entries(read_hf_config(out))))
+    for threads in (1, 3, 2 * number):
+        assert compare(checkpoint, out, threads=threads) == number
     weights = out / "model.safetensors"
     whole = weights.read_bytes()
     length = int.from_bytes(whole[:8], "little")

@@ -184,7 +184,9 @@ def test_a_calibration_line_that_is_no_sequence_is_named(tmp_path: Path, line: s
         read_calibration(path, tmp_path)
 
 
-def test_a_training_checkpoints_waiting_trajectories_calibrate(tmp_path: Path) -> None:
+def test_trajectories_that_wait_in_training_checkpoints_calibrate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def trajectory(name: str, tokens: list[int]) -> Trajectory:
         n = len(tokens)
         return Trajectory(
@@ -211,8 +213,17 @@ def test_a_training_checkpoints_waiting_trajectories_calibrate(tmp_path: Path) -
         (run / f"training_state/update-{update:06}/rollout.state").write_bytes(state)
     assert [ids.tolist() for ids in read_calibration(run, tmp_path)] == [[[1, 5]], [[3, 1, 4]], [[2, 2]]]
     assert [ids.tolist() for ids in read_calibration(run, tmp_path, limit=2)] == [[[1, 5]], [[3, 1, 4]]]
-    with pytest.raises(ModelError, match=r"training_state: neither a training checkpoint .* nor a run's output"):
-        read_calibration(run / "training_state", tmp_path)
+    assert len(read_calibration(run / "training_state", tmp_path)) == 3
+    (run / "training_state/update-000020/rollout.state").write_bytes(b"no archive")
+    assert [ids.tolist() for ids in read_calibration(run, tmp_path)] == [[[3, 1, 4]], [[2, 2]]]
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"\S*/update-000020 is skipped: rollout state .* is damaged: .*\n", said), said
+    (run / "training_state/update-000009/rollout.state").unlink()
+    with pytest.raises(ModelError, match=r"/run cannot be read: .*update-000009/rollout\.state.*"):
+        read_calibration(run, tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=r"/empty: neither a training checkpoint .* nor a run's output"):
+        read_calibration(tmp_path / "empty", tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 5}')  # another model's
     with pytest.raises(ModelError, match=r"rollout\.state, trajectory 'b': holds token 5, expected ids of 0 to 4"):
         read_calibration(tmp_path, tmp_path)
