@@ -290,9 +290,8 @@ def main() -> None:
         source = Path(name) / "hf"
         layouts = [{"tensor": 2}] if arguments.quick else [{"tensor": 2}, {"expert": 2}]
         rounds = 1 if arguments.quick else 4
-        call = {"function": "convert_then_load", "rounds": rounds, "shape": shape, "layouts": layouts}
-        call["file_bytes"] = file_bytes
-        converted, ranks = zip(*start(call | {"source": str(source)}, 2), strict=True)
+        call = {"function": "convert_then_load", "source": str(source), "rounds": rounds, "file_bytes": file_bytes}
+        converted, ranks = zip(*start(call | {"shape": shape, "layouts": layouts}, 2), strict=True)
         size, layer, found = converted[0]
         for kind, (seconds, on_disk, memory) in found.items():
             print(

@@ -56,9 +56,13 @@ def read_calibration(path: str | Path, folder: str | Path, *, limit: int = 64, m
     """
     path = Path(path)
     vocabulary = int(read_hf_config(folder).vocab_size)
+    if (path / ROLLOUT_FILE).exists():
+        path = path / ROLLOUT_FILE
     try:
-        if path.is_dir() or path.name == ROLLOUT_FILE:
-            rows = _of_checkpoints(path, limit)
+        if path.is_dir():
+            rows = _of_run(path, limit)
+        elif path.name == ROLLOUT_FILE:
+            rows = _tokens(path, _waiting(path))
         elif path.suffix == ".npz":
             rows = _tokens(path, decode(path.read_bytes()))
         else:
@@ -81,11 +85,8 @@ def read_calibration(path: str | Path, folder: str | Path, *, limit: int = 64, m
     return kept
 
 
-def _of_checkpoints(path: Path, limit: int) -> list[tuple[str, list[int]]]:
-    """Of a ``rollout.state``, of the checkpoint in a folder, or of a run's, newest first until there are ``limit``."""
-    one = path / ROLLOUT_FILE if path.is_dir() else path
-    if one.exists() or not path.is_dir():
-        return _tokens(one, _waiting(one))
+def _of_run(path: Path, limit: int) -> list[tuple[str, list[int]]]:
+    """Of a run's checkpoints, newest first until there are ``limit``."""
     checkpoints = all_checkpoints(path.parent if path.name == FOLDER else path)
     if not checkpoints:
         raise ModelError(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import io
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,15 @@ def reason(error: OSError) -> str:
     return str(error.strerror)
 
 
+@contextmanager
+def writing(path: Path, what: str) -> Iterator[None]:
+    """Make a failure to write ``what`` of the file a :class:`ModelError` that names both."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(f"{path}: {what} cannot be written: {reason(error)}") from error
+
+
 def write_all(file: io.FileIO, data: bytes | memoryview) -> None:
     """Write every byte to an unbuffered file.
 
@@ -121,15 +131,18 @@ def copy_extents(extents: Iterable[Extent], file: io.FileIO) -> int:
         while done < extent.length and (count := _send(extent, done, file)):
             done += count
         # What is left was refused by a file system that cannot, or is not there: reading will tell.
-        if done < extent.length:
-            buffer = memoryview(bytearray(min(_BUFFER, extent.length - done)))
-            while done < extent.length:
-                piece = buffer[: extent.length - done]
-                extent.read_into(piece, done)
-                write_all(file, piece)
-                done += len(piece)
+        _read_and_write(extent, done, file)
         total += extent.length
     return total
+
+
+def _read_and_write(extent: Extent, start: int, file: io.FileIO) -> None:
+    buffer = memoryview(bytearray(min(_BUFFER, extent.length - start)))
+    while start < extent.length:
+        piece = buffer[: extent.length - start]
+        extent.read_into(piece, start)
+        write_all(file, piece)
+        start += len(piece)
 
 
 def _send(extent: Extent, start: int, file: io.FileIO) -> int:

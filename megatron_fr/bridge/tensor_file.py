@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import torch
 
-from megatron_fr.bridge.extents import Extent, copy_extents, reason, write_all
+from megatron_fr.bridge.extents import Extent, copy_extents, reason, write_all, writing
 from megatron_fr.errors import ModelError
 
 _DTYPES = {
@@ -223,11 +223,12 @@ class TensorFileWriter:
 
     @contextmanager
     def _writing(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self._file.close()
-            raise ModelError(f"{self.path}: {what} cannot be written: {error.strerror}") from error
+        with writing(self.path, what):
+            try:
+                yield
+            except OSError:
+                self._file.close()
+                raise
 
     def close(self) -> None:
         """Close the file and check that every tensor was written."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +21,13 @@ from megatron_fr.bridge.archive import frame
 from megatron_fr.bridge.atomic import atomic_folder
 from megatron_fr.bridge.checkpoint_keys import Location, written_at
 from megatron_fr.bridge.dims import Dims
-from megatron_fr.bridge.extents import copy_extents, reason, write_all
+from megatron_fr.bridge.extents import copy_extents, write_all, writing
 from megatron_fr.bridge.folder import WeightFiles, copy_other_files, read_hf_config, resolve_folder
 from megatron_fr.bridge.load import check_files
 from megatron_fr.bridge.registry import Entry, entries
 from megatron_fr.bridge.row_runs import piece_runs, piece_shape
 from megatron_fr.bridge.side_by_side import THREADS, Progress, even_parts, run_side_by_side
-from megatron_fr.errors import ConfigError, ModelError
+from megatron_fr.errors import ConfigError
 
 #: Folder inside a checkpoint with configuration, tokenizer and chat template.
 HF_FILES = "hf"
@@ -122,11 +121,9 @@ def convert_hf_to_megatron(
 
 
 def _write_metadata(work: Path, writer: FileSystemWriter, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-    try:
+    with writing(work, "the checkpoint's metadata"):
         writer.finish(metadata, results)
         (work / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
-    except OSError as error:
-        raise ModelError(f"{work}: the checkpoint's metadata cannot be written: {error.strerror}") from error
 
 
 def _num_bytes(item: WriteItem) -> int:
@@ -145,28 +142,20 @@ def _write_file(
 ) -> list[WriteResult]:
     """Write pieces of one rank, one after the other, and say where they are."""
     source, results = _Source(files, pieces, dims), []
-    with _writing(path, "the file"):
+    with writing(path, "the file"):
         file = path.open("wb", buffering=0)
     with file:
         for item in items:
             start = file.tell()
-            with _writing(path, f"tensor {source.names(item)!r}"):
+            with writing(path, f"tensor {source.names(item)!r}"):
                 source.write(item, file)
             length = file.tell() - start
             results.append(WriteResult(item.index, length, _StorageInfo(path.name, start, length)))
             if item.tensor_data is not None:
                 progress(item.index.fqn, length)
-        with _writing(path, "the file"):
+        with writing(path, "the file"):
             file.close()
     return results
-
-
-@contextmanager
-def _writing(path: Path, what: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ModelError(f"{path}: {what} cannot be written: {reason(error)}") from error
 
 
 def _write_item(piece: _Piece, dims: Dims, dtype: torch.dtype) -> WriteItem:
