@@ -40,8 +40,8 @@ setup(
         "test": ["mypy", "pytest", "ruff", "types-PyYAML", "types-psutil"],
     },
     entry_points={
-        "console_scripts": ["megatron-fr = megatron_fr.cli:main"],
-        "sglang.srt.platforms": ["megatron_fr_cpu = megatron_fr.rollout.sglang_cpu:platform"],
-        "sglang.srt.plugins": ["megatron_fr_cpu_hooks = megatron_fr.rollout.sglang_cpu:register_hooks"],
+        "console_scripts": ["megatron-fr = megatron_fr.cli.__main__:main"],
+        "sglang.srt.platforms": ["megatron_fr_cpu = megatron_fr.engines.cpu_platform:platform"],
+        "sglang.srt.plugins": ["megatron_fr_cpu_hooks = megatron_fr.engines.cpu_platform:register_hooks"],
     },
 )

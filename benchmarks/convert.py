@@ -52,9 +52,9 @@ def generate(folder: Path, file_bytes: int, layers: int, experts: int, vocabular
     import torch
     from transformers import Qwen3MoeConfig
 
-    from megatron_fr.bridge import hf_tensor_specs
-    from megatron_fr.bridge.save import plan_files, write_index
-    from megatron_fr.bridge.tensor_file import TensorFileWriter
+    from megatron_fr.hf.export import hf_tensor_specs
+    from megatron_fr.hf.save import plan_files, write_index
+    from megatron_fr.hf.tensor_file import TensorFileWriter
 
     config = Qwen3MoeConfig(
         architectures=["Qwen3MoeForCausalLM"],
@@ -95,9 +95,9 @@ def convert(
         as :func:`generate`, and for each kind least seconds, least seconds until on disk, largest growth in bytes.
     """
     size, layer = generate(source, file_bytes, *shape)
-    from megatron_fr.bridge import read_hf_config
-    from megatron_fr.bridge.to_hf import convert_megatron_to_hf
-    from megatron_fr.bridge.to_megatron import convert_hf_to_megatron
+    from megatron_fr.hf.folder import read_hf_config
+    from megatron_fr.hf.to_hf import convert_megatron_to_hf
+    from megatron_fr.hf.to_megatron import convert_hf_to_megatron
 
     read_hf_config(source)  # its imports are no conversion's time
     work = source.parent
@@ -145,7 +145,7 @@ def load_and_save(
     source: Path, file_bytes: int, layouts: list[dict[str, int]], package: str
 ) -> list[list[list[float]]]:
     """On every rank, for each layout ``[seconds, growth in bytes]`` of loading the folder and of saving it again."""
-    from megatron_fr.device import prepare_process, resolve_device
+    from megatron_fr.runtime.device import prepare_process, resolve_device
 
     prepare_process(resolve_device("cpu"))
     from megatron_fr.trainer import distributed
@@ -181,9 +181,10 @@ def steps(
     config: RunConfig, source: Path, file_bytes: int, package: str, number: int
 ) -> Iterator[Callable[[], object]]:
     """Build the model, then give what loads the folder into it, and what saves it beside the folder."""
-    from megatron_fr.bridge import load_hf_weights, read_hf_config
-    from megatron_fr.bridge.save import save_hf_folder
-    from megatron_fr.device import resolve_device
+    from megatron_fr.hf.folder import read_hf_config
+    from megatron_fr.hf.load import load_hf_weights
+    from megatron_fr.hf.save import save_hf_folder
+    from megatron_fr.runtime.device import resolve_device
     from megatron_fr.trainer.model import build_model
 
     hf_config, out = read_hf_config(source), source.parent / f"saved_by_{package}_{number}"

@@ -62,12 +62,12 @@ def run_job(model: Path, output: Path, updates: int, *overrides: str, timeout_s:
     Raises:
         SystemExit: it failed, with its output, or took longer than ``timeout_s``.
     """
-    from megatron_fr.rollout.spawn import tied_to_us
+    from megatron_fr.runtime.spawn import tied_to_us
 
     command = [
         sys.executable,
         "-m",
-        "megatron_fr.cli",
+        "megatron_fr.cli.__main__",
         "train",
         "--config",
         str(ROOT / "configs/tiny_python_tool.yaml"),

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measure import interleave
 from megatron_fr.config import RunConfig
-from megatron_fr.device import prepare_process, resolve_device
+from megatron_fr.runtime.device import prepare_process, resolve_device
 from megatron_fr.tiny.model import build_untrained, save, tiny_config
 from megatron_fr.tiny.tokenizer import make_tokenizer
 from megatron_fr.trajectory import Trajectory
@@ -58,7 +58,7 @@ class ListedBatch:
         self._by_id = {t.id: t for t in trajectories}
 
     def lease(self, version: int, *, wait_s: float) -> Any:
-        from megatron_fr.trainer.client import Lease, LeasedItem
+        from megatron_fr.trainer.data.client import Lease, LeasedItem
 
         items = [LeasedItem(t.id, t.id, len(t), t.num_action_tokens, t.reward, 0) for t in self._by_id.values()]
         return Lease("batch", tuple(items), {})
@@ -152,8 +152,8 @@ def run_case(
     import torch
     from megatron.core import parallel_state
 
+    from megatron_fr.trainer.data.loader import BatchFeed
     from megatron_fr.trainer.distributed import initialize
-    from megatron_fr.trainer.feed import BatchFeed
     from megatron_fr.trainer.policy import build_policy
 
     device = resolve_device("cpu")

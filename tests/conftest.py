@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from small_disk import SmallDisk
 
-from megatron_fr.device import prepare_process, resolve_device
+from megatron_fr.runtime.device import prepare_process, resolve_device
 
 prepare_process(resolve_device("auto"))  # some tests import Megatron-Core themselves
 

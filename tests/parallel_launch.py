@@ -27,7 +27,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from megatron_fr.ports import lease_free_port
+from megatron_fr.runtime.ports import lease_free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -124,7 +124,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *, timeout_s: float
 def initialize_layout(folder: Path, layout: dict[str, int]) -> tuple[Any, Any]:
     """On a rank: join the others in a parallel layout; the run's configuration for the model in ``folder``, device."""
     from megatron_fr.config import RunConfig
-    from megatron_fr.device import resolve_device
+    from megatron_fr.runtime.device import resolve_device
     from megatron_fr.trainer import distributed
 
     config = RunConfig.model_validate(

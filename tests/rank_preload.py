@@ -6,7 +6,7 @@ import warnings
 
 os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
-from megatron_fr.device import prepare_process, resolve_device
+from megatron_fr.runtime.device import prepare_process, resolve_device
 
 warnings.simplefilter("ignore")
 prepare_process(resolve_device("cpu"))

@@ -79,8 +79,8 @@ def test_a_typo_is_an_error_that_names_the_field_meant(load, override, remedy):
             ["checkpoint={keep_best: 1, every: 10}", "evaluation.every=7", "data.eval=eval.jsonl"],
             "checkpoint.every=10 and evaluation.every=7 evaluates few of the updates that it saves; make one of the",
         ),
-        (["parallel.world_size=6", "parallel.tensor=4"], "not a multiple of tensor x pipeline x context = 4"),
-        (["parallel.world_size=2", "parallel.expert=4"], "not a multiple of expert x expert_tensor x pipeline = 4"),
+        (["parallel.world_size=6", "parallel.tp=4"], "not a multiple of tp x pp x cp = 4"),
+        (["parallel.world_size=2", "parallel.ep=4"], "not a multiple of ep x etp x pp = 4"),
         (["parallel.world_size=32"], "train.batch_size=16 gives some of the 32 data-parallel ranks no trajectory"),
     ],
 )
@@ -205,8 +205,8 @@ def test_files_that_are_no_configuration_are_refused(tmp_path):
 
 
 def test_data_parallelism_takes_what_the_other_dimensions_leave(load):
-    parallel = load("parallel.world_size=16", "parallel.tensor=2", "parallel.pipeline=2", "parallel.expert=4").parallel
-    assert parallel.data == 4
+    parallel = load("parallel.world_size=16", "parallel.tp=2", "parallel.pp=2", "parallel.ep=4").parallel
+    assert parallel.dp == 4
 
 
 def test_every_field_has_its_line_of_documentation():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_fr.device import Device, resolve_device, split_gpus
 from megatron_fr.errors import ConfigError
+from megatron_fr.runtime.device import Device, resolve_device, split_gpus
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 

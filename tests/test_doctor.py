@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megatron_fr import doctor
+from megatron_fr.cli import doctor
 
 
 @pytest.mark.slow

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fr.cli.train import Supervisor, _reason
 from megatron_fr.errors import MegatronFRError
-from megatron_fr.supervisor import Supervisor, _reason
 
 
 def test_a_child_without_last_words_is_not_given_those_of_an_earlier_run(tmp_path: Path) -> None:
@@ -34,6 +34,6 @@ def test_a_killed_rollout_service_is_the_reason_and_not_the_ranks_that_miss_it(t
 
 
 def test_nothing_slow_is_imported_before_the_service_starts() -> None:
-    code = "import sys, megatron_fr.supervisor; print({'torch', 'matplotlib', 'transformers'} & sys.modules.keys())"
+    code = "import sys, megatron_fr.cli.train; print({'torch', 'matplotlib', 'transformers'} & sys.modules.keys())"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert found == "set()\n"

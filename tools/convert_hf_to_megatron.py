@@ -47,8 +47,8 @@ def main() -> int:
 
     import torch
 
-    from megatron_fr.bridge.progress import report
-    from megatron_fr.bridge.to_megatron import convert_hf_to_megatron
+    from megatron_fr.hf.progress import report
+    from megatron_fr.hf.to_megatron import convert_hf_to_megatron
 
     return report(
         lambda meter: convert_hf_to_megatron(

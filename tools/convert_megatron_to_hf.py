@@ -50,8 +50,8 @@ def main() -> int:
     if arguments.threads < 1:
         parser.error(f"--threads must be at least 1, not {arguments.threads}")
 
-    from megatron_fr.bridge.progress import report
-    from megatron_fr.bridge.to_hf import convert_megatron_to_hf
+    from megatron_fr.hf.progress import report
+    from megatron_fr.hf.to_hf import convert_megatron_to_hf
 
     return report(
         lambda meter: convert_megatron_to_hf(

@@ -22,8 +22,8 @@ def main() -> int:
     )
     arguments = parser.parse_args()
 
-    from megatron_fr.bridge.inspect import inspect_folder
     from megatron_fr.errors import MegatronFRError
+    from megatron_fr.hf.inspect import inspect_folder
 
     try:
         print(inspect_folder(arguments.dir, tensors=arguments.tensors, sums=not arguments.no_sums))

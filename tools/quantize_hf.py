@@ -30,7 +30,7 @@ def main() -> int:
         parser.error(f"--limit must be at least 1, not {arguments.limit}")
 
     from megatron_fr.errors import MegatronFRError
-    from megatron_fr.quantize import quantize_hf, read_calibration
+    from megatron_fr.hf.quantize import quantize_hf, read_calibration
 
     try:
         sequences = read_calibration(arguments.calibration, arguments.hf_dir, limit=arguments.limit)

@@ -29,6 +29,18 @@ from megatron_fr.config.sections import (
 )
 from megatron_fr.errors import ConfigError
 
+#: Old field names that are refused with the new one.
+RENAMED = {
+    "parallel.tensor": "parallel.tp",
+    "parallel.expert": "parallel.ep",
+    "parallel.expert_tensor": "parallel.etp",
+    "parallel.pipeline": "parallel.pp",
+    "parallel.virtual_pipeline": "parallel.vpp",
+    "parallel.context": "parallel.cp",
+    "rollout.engine_tensor": "rollout.engine_tp",
+    "rollout.runners": "rollout.max_concurrent_trajectories",
+}
+
 
 class RunConfig(Section):
     """Everything one run needs; see the sections for their fields."""
@@ -57,9 +69,9 @@ class RunConfig(Section):
                 f"train.batch_size={self.train.batch_size} is not a multiple of algorithm.group_size={group}; "
                 "change one of them"
             )
-        if self.train.batch_size < self.parallel.data:
+        if self.train.batch_size < self.parallel.dp:
             raise ValueError(
-                f"train.batch_size={self.train.batch_size} gives some of the {self.parallel.data} data-parallel ranks "
+                f"train.batch_size={self.train.batch_size} gives some of the {self.parallel.dp} data-parallel ranks "
                 "no trajectory; raise it or use fewer ranks"
             )
         if self.sync.probe_tokens >= self.rollout.max_context:
@@ -136,6 +148,8 @@ def _apply(values: dict[str, Any], override: str) -> None:
 def _explain(error: Any) -> str:
     location = [str(part) for part in error["loc"] if part not in ("flash_reinforce", "grpo")]
     name = ".".join(location)
+    if error["type"] == "extra_forbidden" and name in RENAMED:
+        return f"  {name}={error['input']!r}: renamed; write {RENAMED[name]}"
     if error["type"] == "extra_forbidden":
         known = _fields_at(location[:-1])
         close = difflib.get_close_matches(location[-1], known, n=1)

@@ -27,40 +27,38 @@ class ParallelConfig(Section):
     """How the trainer's ranks are laid out; data parallelism takes what remains of the world."""
 
     world_size: int = Field(1, ge=1, description="trainer ranks")
-    tensor: int = Field(1, ge=1, description="TP size")
-    expert: int = Field(1, ge=1, description="EP size")
-    expert_tensor: int = Field(1, ge=1, description="TP size inside an expert")
-    pipeline: int = Field(1, ge=1, description="PP size")
-    virtual_pipeline: int = Field(1, ge=1, description="model chunks a pipeline rank; above 1 the schedule interleaves")
-    context: int = Field(1, ge=1, description="CP size")
+    tp: int = Field(1, ge=1, description="TP size")
+    ep: int = Field(1, ge=1, description="EP size")
+    etp: int = Field(1, ge=1, description="TP size inside an expert")
+    pp: int = Field(1, ge=1, description="PP size")
+    vpp: int = Field(1, ge=1, description="model chunks a pipeline rank; above 1 the schedule interleaves")
+    cp: int = Field(1, ge=1, description="CP size")
     sequence_parallel: bool | None = Field(None, description="None: on when TP > 1 and the model has experts")
     distributed_optimizer: bool = Field(True, description="shard optimizer state over DP ranks")
 
     @model_validator(mode="after")
     def _fits(self) -> ParallelConfig:
-        dense = self.tensor * self.pipeline * self.context
+        dense = self.tp * self.pp * self.cp
         if self.world_size % dense:
             raise ValueError(
-                f"parallel.world_size={self.world_size} is not a multiple of tensor x pipeline x context = {dense}; "
-                "change one of them"
+                f"parallel.world_size={self.world_size} is not a multiple of tp x pp x cp = {dense}; change one of them"
             )
-        if self.virtual_pipeline > 1 and self.pipeline == 1:
+        if self.vpp > 1 and self.pp == 1:
             raise ValueError(
-                f"parallel.virtual_pipeline={self.virtual_pipeline} with parallel.pipeline=1: there is no pipeline to "
-                "interleave; set it to 1, or raise parallel.pipeline"
+                f"parallel.vpp={self.vpp} with parallel.pp=1: there is no pipeline to "
+                "interleave; set it to 1, or raise parallel.pp"
             )
-        moe = self.expert * self.expert_tensor * self.pipeline
+        moe = self.ep * self.etp * self.pp
         if self.world_size % moe:
             raise ValueError(
-                f"parallel.world_size={self.world_size} is not a multiple of expert x expert_tensor x pipeline = "
-                f"{moe}; change one of them"
+                f"parallel.world_size={self.world_size} is not a multiple of ep x etp x pp = {moe}; change one of them"
             )
         return self
 
     @property
-    def data(self) -> int:
+    def dp(self) -> int:
         """DP size of the dense layers."""
-        return self.world_size // (self.tensor * self.pipeline * self.context)
+        return self.world_size // (self.tp * self.pp * self.cp)
 
 
 class FlashReinforceConfig(Section):
@@ -164,7 +162,7 @@ class RolloutConfig(Section):
     """The engines and the runner pool."""
 
     engines: int = Field(1, ge=1, description="SGLang servers to start")
-    engine_tensor: int = Field(1, ge=1, description="TP size of one engine")
+    engine_tp: int = Field(1, ge=1, description="TP size of one engine")
     engine_args: dict[str, str | int | float | bool] = Field(
         default_factory=dict, description="further SGLang server arguments, without the leading dashes"
     )
@@ -172,7 +170,7 @@ class RolloutConfig(Section):
     engine_port: int = Field(0, ge=0, le=65535, description="port of the first engine; 0 takes free ports")
     start_timeout_s: float = Field(300, gt=0, description="an engine must be ready within this time")
     request_timeout_s: float = Field(600, gt=0, description="one generation request")
-    runners: int = Field(64, ge=1, description="concurrent trajectories")
+    max_concurrent_trajectories: int = Field(64, ge=1, description="concurrent trajectories")
     max_context: int = Field(8192, ge=2, description="tokens of a trajectory, prompt and tool output included")
     max_new_tokens: int = Field(4096, ge=1, description="action tokens of a trajectory, over all its turns")
     temperature: float = Field(1.0, gt=0, description="of sampling; the trainer's logits are scaled alike")

@@ -54,13 +54,13 @@ class Alarms:
                 _first,
             ),
             _Watch(
-                "policy/logprob_diff",
+                "policy/train_rollout_logprob_diff",
                 "trainer and engines drift apart: log-probability difference {mean:.3g}, at first {best:.3g}",
                 lambda mean, first: mean > 0.01 and mean > first * 5,
                 _first,
             ),
             _Watch(
-                "policy/admitted",
+                "trust_region/admitted",
                 "only {mean:.0%} of the trajectories pass the trust region",
                 lambda mean, _: mean < 0.5,
                 _first,

@@ -101,23 +101,29 @@ def _tools(axes: Any, rows: list[Row]) -> None:
 
 def _trust_region(axes: Any, rows: list[Row]) -> None:
     axes.set_title("Sequence trust region")
-    _smoothed(axes, rows, "policy/kl_mean", "KL, mean", BLUE)
-    _smoothed(axes, rows, "policy/kl_max", "KL, largest", SKY)
-    _log(axes, rows, "policy/kl_mean", "policy/kl_max")
+    _smoothed(axes, rows, "trust_region/seq_kl_mean", "KL, mean", BLUE)
+    _smoothed(axes, rows, "trust_region/seq_kl_max", "KL, largest", SKY)
+    _log(axes, rows, "trust_region/seq_kl_mean", "trust_region/seq_kl_max")
     axes.set_ylabel("nats a token")
-    _share(axes, rows, "policy/admitted", "admitted", GREEN)
+    _share(axes, rows, "trust_region/admitted", "admitted", GREEN)
 
 
 def _drift(axes: Any, rows: list[Row]) -> None:
     axes.set_title("Log-probability difference, trainer against engines")
-    _smoothed(axes, rows, "policy/logprob_diff", "training batch", BLUE)
-    updates, values = series(rows, "policy/logprob_diff_without_replay")
+    _smoothed(axes, rows, "policy/train_rollout_logprob_diff", "training batch", BLUE)
+    updates, values = series(rows, "policy/train_rollout_logprob_diff_without_replay")
     if updates:
         axes.plot(
             updates, values, "o--", color=RED, markersize=5, linewidth=1, label="without routing replay", zorder=5
         )
     _smoothed(axes, rows, "sync/probe_logprob_diff", "right after a sync", ORANGE)
-    _log(axes, rows, "policy/logprob_diff", "policy/logprob_diff_without_replay", "sync/probe_logprob_diff")
+    _log(
+        axes,
+        rows,
+        "policy/train_rollout_logprob_diff",
+        "policy/train_rollout_logprob_diff_without_replay",
+        "sync/probe_logprob_diff",
+    )
     axes.set_ylabel("mean |difference|, nats")
 
 
@@ -145,13 +151,13 @@ def _entropy(axes: Any, rows: list[Row]) -> None:
 
 def _lag(axes: Any, rows: list[Row]) -> None:
     axes.set_title("Policy lag")
-    low_updates, low = series(rows, "lag/min")
-    high_updates, high = series(rows, "lag/max")
+    low_updates, low = series(rows, "policy_lag/min")
+    high_updates, high = series(rows, "policy_lag/max")
     if low_updates and low_updates == high_updates:
         axes.fill_between(
             low_updates, low, high, color=SKY, alpha=0.3, linewidth=0, step="mid", label="smallest to largest"
         )
-    _smoothed(axes, rows, "lag/mean", "mean", BLUE)
+    _smoothed(axes, rows, "policy_lag/mean", "mean", BLUE)
     _from_zero(axes)
     axes.set_ylabel("updates")
 

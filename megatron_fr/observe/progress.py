@@ -53,16 +53,16 @@ class Progress:
                 parts.append(f"held-out reward {show('eval/reward', '{:.3f}')}")
             return " | ".join(parts)
         without_replay = ""
-        if row.get("policy/logprob_diff_without_replay") is not None:
-            without_replay = f" ({show('policy/logprob_diff_without_replay', '{:.1e}')} without replay)"
+        if row.get("policy/train_rollout_logprob_diff_without_replay") is not None:
+            without_replay = f" ({show('policy/train_rollout_logprob_diff_without_replay', '{:.1e}')} without replay)"
         parts = [
             head,
             f"reward {show('reward/mean', '{:.3f}')}",
             f"tool calls {show('tools/calls', '{:.2f}')}",
-            f"lag {show('lag/mean', '{:.1f}')} (max {show('lag/max', '{:.0f}')})",
-            f"admitted {show('policy/admitted', '{:.1%}')}",
-            f"KL {show('policy/kl_mean', '{:.1e}')}",
-            f"logprob diff {show('policy/logprob_diff', '{:.1e}')}{without_replay}",
+            f"lag {show('policy_lag/mean', '{:.1f}')} (max {show('policy_lag/max', '{:.0f}')})",
+            f"admitted {show('trust_region/admitted', '{:.1%}')}",
+            f"KL {show('trust_region/seq_kl_mean', '{:.1e}')}",
+            f"logprob diff {show('policy/train_rollout_logprob_diff', '{:.1e}')}{without_replay}",
             f"tokens/s {generated} generated, {trained} trained",
             f"{show('time/update', '{:.1f}')} s",
             f"{self._left(number)} left",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_fr.checkpoints import ROLLOUT_FILE, newest_usable
+from megatron_fr.checkpoint.store import ROLLOUT_FILE, newest_usable
 from megatron_fr.config import RunConfig, load_config
 from megatron_fr.errors import MegatronFRError
 from megatron_fr.rollout.service import RolloutService

@@ -15,16 +15,16 @@ from aiohttp import web
 
 from megatron_fr.agents.contract import Outcome, Prompt
 from megatron_fr.config import RunConfig
+from megatron_fr.engines.fleet import Fleet
 from megatron_fr.errors import CheckpointError, ConfigError, EngineError, MegatronFRError, RolloutEnded, TrajectoryError
-from megatron_fr.evaluation.avg_at_k import evaluate
 from megatron_fr.rollout.episode import EpisodePlayer
-from megatron_fr.rollout.fleet import Fleet
-from megatron_fr.rollout.loop_lag import LoopLag
+from megatron_fr.rollout.evaluate import evaluate
+from megatron_fr.rollout.event_loop_delay import EventLoopDelay
 from megatron_fr.rollout.metrics import batch_metrics
 from megatron_fr.rollout.queue import Batch, TrajectoryQueue
 from megatron_fr.rollout.runner import RunnerPool
 from megatron_fr.rollout.session import EngineSession
-from megatron_fr.rollout.staleness import AdmissionGate
+from megatron_fr.rollout.staleness import StalenessGate
 from megatron_fr.rollout.state import StatefulParts, encode_state
 from megatron_fr.trajectory import Trajectory, encode
 
@@ -42,11 +42,11 @@ class Parts:
     prompts: Sequence[Prompt]
     held_out: Sequence[Prompt]
     fleet: Fleet
-    gate: AdmissionGate
+    gate: StalenessGate
     queue: TrajectoryQueue
     pool: RunnerPool
     player: EpisodePlayer
-    lag: LoopLag
+    lag: EventLoopDelay
     failure: asyncio.Future[MegatronFRError]
     state: StatefulParts
     training: bool
@@ -144,7 +144,7 @@ class Endpoints:
             "rollout/dropped_total": float(self._parts.gate.dropped),
             "rollout/failed_total": float(self._parts.gate.failed),
             "rollout/refused_total": float(self._parts.pool.refused),
-            "rollout/event_loop_lag_ms": self._parts.lag.take_worst_ms(),
+            "rollout/event_loop_delay_ms": self._parts.lag.take_worst_ms(),
         }
         self._batches_at, self._tokens_at_last_lease = now, tokens
         items = [
@@ -185,7 +185,7 @@ class Endpoints:
                     self._parts.player,
                     self._parts.held_out,
                     samples=self._parts.config.evaluation.samples,
-                    concurrency=self._parts.config.rollout.runners,
+                    concurrency=self._parts.config.rollout.max_concurrent_trajectories,
                     name=body["name"],
                 )
             )

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from megatron_fr.agents.contract import Agent, Prompt, RewardInput
 from megatron_fr.config import RolloutConfig
+from megatron_fr.engines.fleet import Fleet
 from megatron_fr.errors import EngineError, TrajectoryError
-from megatron_fr.rollout.fleet import Fleet
 from megatron_fr.rollout.session import EngineSession
 from megatron_fr.trajectory import ModelLimits, Trajectory
 

@@ -32,7 +32,11 @@ def batch_metrics(trajectories: Sequence[Trajectory], lags: Sequence[int] = ()) 
         values = [t.reward_parts[part] for t in trajectories if part in t.reward_parts]
         metrics[f"reward/{part}"] = _mean(values)
     if lags:
-        metrics |= {"lag/min": float(min(lags)), "lag/mean": _mean(lags), "lag/max": float(max(lags))}
+        metrics |= {
+            "policy_lag/min": float(min(lags)),
+            "policy_lag/mean": _mean(lags),
+            "policy_lag/max": float(max(lags)),
+        }
     spent = np.array([[t.timings.queued_s, t.timings.generating_s, t.timings.tools_s] for t in trajectories])
     shares = spent.sum(axis=0) / max(float(spent.sum()), 1e-9)
     for name, share in zip(("queued", "generating", "tools"), shares, strict=True):

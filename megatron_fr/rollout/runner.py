@@ -14,7 +14,7 @@ from megatron_fr.agents.rewards import FatalRewardError
 from megatron_fr.errors import MegatronFRError, RolloutEnded, TrajectoryError
 from megatron_fr.rollout.episode import EpisodePlayer
 from megatron_fr.rollout.queue import TrajectoryQueue
-from megatron_fr.rollout.staleness import AdmissionGate
+from megatron_fr.rollout.staleness import StalenessGate
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class RunnerPool:
         self,
         player: EpisodePlayer,
         prompts: Iterator[Prompt],
-        gate: AdmissionGate,
+        gate: StalenessGate,
         queue: TrajectoryQueue,
         *,
         runners: int,

@@ -14,19 +14,19 @@ from aiohttp import web
 from megatron_fr.agents.registry import make_agent
 from megatron_fr.agents.rewards import RewardRunner
 from megatron_fr.config import RunConfig
-from megatron_fr.data.prompts import PromptCursor, load_prompts
-from megatron_fr.device import resolve_device
+from megatron_fr.engines.fleet import Fleet
+from megatron_fr.engines.probe import probe_engine
 from megatron_fr.errors import MegatronFRError, RolloutEnded
 from megatron_fr.rollout import setup
 from megatron_fr.rollout.endpoints import Endpoints, Parts
 from megatron_fr.rollout.episode import EpisodePlayer
-from megatron_fr.rollout.fleet import Fleet
-from megatron_fr.rollout.loop_lag import LoopLag
-from megatron_fr.rollout.probe import probe_engine
+from megatron_fr.rollout.event_loop_delay import EventLoopDelay
+from megatron_fr.rollout.prompts import PromptCursor, load_prompts
 from megatron_fr.rollout.queue import TrajectoryQueue
 from megatron_fr.rollout.runner import RunnerPool
-from megatron_fr.rollout.staleness import AdmissionGate
+from megatron_fr.rollout.staleness import StalenessGate
 from megatron_fr.rollout.state import StatefulParts, describe_prompts, read_state
+from megatron_fr.runtime.device import resolve_device
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class RolloutService:
             await probe_engine(client, limits, want_routes=want_routes)
 
         batch_size, group_size = config.train.batch_size, config.algorithm.group_size
-        gate = AdmissionGate(batch_size, config.max_policy_lag)
+        gate = StalenessGate(batch_size, config.max_policy_lag)
 
         def dropped(count: int) -> None:
             gate.drop(count)
@@ -125,7 +125,7 @@ class RolloutService:
             cursor,
             gate,
             queue,
-            runners=rollout.runners,
+            runners=rollout.max_concurrent_trajectories,
             group_size=group_size,
             on_fatal=self._fail,
         )
@@ -144,7 +144,7 @@ class RolloutService:
             queue=queue,
             pool=pool,
             player=player,
-            lag=LoopLag(),
+            lag=EventLoopDelay(),
             failure=self.failure,
             state=state,
             training=self._training,

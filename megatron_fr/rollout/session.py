@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_fr.agents.contract import Generation, Outcome
-from megatron_fr.rollout.client import Completion, EngineClient
+from megatron_fr.engines.client import Completion, EngineClient
 from megatron_fr.trajectory import NO_VERSION, ModelLimits, Timings, Trajectory
 
 # An engine that aborts again and again without producing a token will not produce one.

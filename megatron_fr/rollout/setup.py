@@ -6,12 +6,12 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from megatron_fr.bridge.dims import Dims
 from megatron_fr.config import RunConfig
-from megatron_fr.device import Device
+from megatron_fr.config.paths import check_model_path
+from megatron_fr.engines.engine import EngineSpec
 from megatron_fr.errors import ConfigError, ModelError
-from megatron_fr.inputs import check_model_path
-from megatron_fr.rollout.engine import EngineSpec
+from megatron_fr.models.dims import Dims
+from megatron_fr.runtime.device import Device
 from megatron_fr.trajectory import ModelLimits
 
 _ANY_ADDRESS = ("0.0.0.0", "::", "")
@@ -86,15 +86,15 @@ def engine_specs(config: RunConfig, device: Device, limits: ModelLimits) -> list
     if device.kind == "cuda":
         import torch
 
-        needed, visible = rollout.engines * rollout.engine_tensor, torch.cuda.device_count()
+        needed, visible = rollout.engines * rollout.engine_tp, torch.cuda.device_count()
         if needed > visible:
             raise ConfigError(
-                f"rollout.engines={rollout.engines} x rollout.engine_tensor={rollout.engine_tensor} need {needed} "
+                f"rollout.engines={rollout.engines} x rollout.engine_tp={rollout.engine_tp} need {needed} "
                 f"GPUs, {visible} are visible; start fewer engines, or show the rollout service more GPUs"
             )
     # An evaluation has as many trajectories under way as the runners, beside them.
     beside = 1 if config.data.eval is None else 2
-    share = -(-beside * rollout.runners // rollout.engines)
+    share = -(-beside * rollout.max_concurrent_trajectories // rollout.engines)
     return [
         EngineSpec(
             model_path=config.model.path,
@@ -104,7 +104,7 @@ def engine_specs(config: RunConfig, device: Device, limits: ModelLimits) -> list
             host=rollout.host,
             port=rollout.engine_port + index if rollout.engine_port else 0,
             index=index,
-            tensor=rollout.engine_tensor,
+            tensor=rollout.engine_tp,
             max_context=rollout.max_context,
             max_running=max(64, share + _SPARE_SLOTS),
             return_routes=wants_routes(config, limits),

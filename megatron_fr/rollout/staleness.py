@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class AdmissionGate:
+class StalenessGate:
     """A rollout starts only while ``started - failed - dropped < (consumed_batches + max_policy_lag + 1) * B``.
 
     All counts run from the run's beginning. A rollout that is tried again counts as failed and as started once more.

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from megatron_fr.agents.contract import Prompt
-from megatron_fr.data.prompts import PromptCursor
 from megatron_fr.errors import CheckpointError, TrajectoryError
+from megatron_fr.rollout.prompts import PromptCursor
 from megatron_fr.rollout.queue import TrajectoryQueue
 from megatron_fr.rollout.runner import RunnerPool, Unfinished
-from megatron_fr.rollout.staleness import AdmissionGate
+from megatron_fr.rollout.staleness import StalenessGate
 from megatron_fr.trajectory import Trajectory, decode, encode
 
 
@@ -66,7 +66,7 @@ class StatefulParts:
     cursor: PromptCursor
     prompts: Sequence[Prompt]
     source: Mapping[str, Any]  # of describe_prompts
-    gate: AdmissionGate
+    gate: StalenessGate
     queue: TrajectoryQueue
     pool: RunnerPool
 

@@ -19,7 +19,7 @@ from megatron_fr.agents import arithmetic, python_schema
 from megatron_fr.agents.contract import RewardInput
 from megatron_fr.agents.python_tool import PythonToolAgent
 from megatron_fr.config import AgentConfig
-from megatron_fr.data.prompts import load_prompts
+from megatron_fr.rollout.prompts import load_prompts
 from megatron_fr.tiny.model import save, tiny_config
 from megatron_fr.tiny.sampling import LocalSampler, sample_all
 from megatron_fr.tiny.tokenizer import make_tokenizer

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_fr.config import load_config
-from megatron_fr.device import prepare_process, resolve_device
 from megatron_fr.errors import MegatronFRError
+from megatron_fr.runtime.device import prepare_process, resolve_device
 
 if TYPE_CHECKING:
     from megatron_fr.trainer.loop import StopRequest
@@ -40,7 +40,7 @@ def main() -> int:
         device = resolve_device(config.device)
         prepare_process(device)
         # Only now: these import Megatron-Core, which the device has to be prepared for.
-        from megatron_fr.trainer.checkpoint_check import folder_to_resume
+        from megatron_fr.checkpoint.check import folder_to_resume
         from megatron_fr.trainer.distributed import initialize, shutdown
         from megatron_fr.trainer.loop import StopRequest, TrainerLoop
 
@@ -71,7 +71,7 @@ def find_service(given: str, stop: StopRequest) -> str | None:
 
     A collective, and the same on every rank: one that left alone would be waited for by the others.
     """
-    from megatron_fr.trainer.feed import from_rank_zero
+    from megatron_fr.trainer.data.loader import from_rank_zero
 
     def look() -> tuple[bool, str | None]:
         if stop:

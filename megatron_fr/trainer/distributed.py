@@ -13,9 +13,9 @@ from datetime import timedelta
 import torch
 
 from megatron_fr.config.sections import ParallelConfig
-from megatron_fr.device import Device, prepare_process
 from megatron_fr.errors import ConfigError
-from megatron_fr.ports import free_port
+from megatron_fr.runtime.device import Device, prepare_process
+from megatron_fr.runtime.ports import free_port
 
 
 @dataclass(frozen=True)
@@ -145,12 +145,12 @@ def initialize(
             timeout=timedelta(seconds=timeout_s),
         )
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
-        context_parallel_size=parallel.context,
-        expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=parallel.expert_tensor,
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

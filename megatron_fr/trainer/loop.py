@@ -15,19 +15,19 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_fr.checkpoints import read_record, set_aside
+from megatron_fr.checkpoint.store import read_record, set_aside
+from megatron_fr.checkpoint.training import TrainingCheckpoints
 from megatron_fr.config import RunConfig
-from megatron_fr.device import Device
 from megatron_fr.errors import CheckpointError, MegatronFRError, RolloutEnded, SyncError, UpdateError
 from megatron_fr.observe.metrics import MetricsWriter
 from megatron_fr.observe.progress import Progress
-from megatron_fr.trainer.checkpoint import TrainingCheckpoints
-from megatron_fr.trainer.client import RolloutClient
+from megatron_fr.runtime.device import Device
+from megatron_fr.trainer.data.client import RolloutClient
+from megatron_fr.trainer.data.loader import Batch, BatchFeed, Shutdown, from_rank_zero
 from megatron_fr.trainer.distributed import RankInfo
-from megatron_fr.trainer.feed import Batch, BatchFeed, Shutdown, from_rank_zero
 from megatron_fr.trainer.policy import Policy, build_policy
 from megatron_fr.trainer.step import StepReport
-from megatron_fr.trainer.sync import SyncMetrics, WeightSync
+from megatron_fr.trainer.weight_push import SyncMetrics, WeightSync
 
 
 class StopRequest:

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from megatron_fr.bridge.dims import Dims
-from megatron_fr.bridge.folder import read_hf_config
-from megatron_fr.bridge.load import load_hf_weights
-from megatron_fr.bridge.registry import family_of, is_tied
 from megatron_fr.config import RunConfig
 from megatron_fr.config.sections import ParallelConfig
-from megatron_fr.device import Device
-from megatron_fr.trainer.supported import check_layout, check_model, uses_sequence_parallel
+from megatron_fr.hf.folder import read_hf_config
+from megatron_fr.hf.load import load_hf_weights
+from megatron_fr.models.dims import Dims
+from megatron_fr.models.registry import family_of, is_tied
+from megatron_fr.models.supported import check_layout, check_model, uses_sequence_parallel
+from megatron_fr.runtime.device import Device
 
 __all__ = [
     "build_model",
@@ -45,10 +45,10 @@ def build_transformer_config(
 
     Args:
         dtype: of parameters and activations.
-        transformer_impl: ``te`` or ``local``, see :meth:`megatron_fr.device.Device.transformer_impl`.
+        transformer_impl: ``te`` or ``local``, see :meth:`megatron_fr.runtime.device.Device.transformer_impl`.
         recompute: ``train.recompute``, what is made again in the backward pass.
         routing_replay: build routers that can replay experts.
-        aux_loss_coeff: ``train.moe_aux_loss_coeff``, see :mod:`megatron_fr.trainer.aux_loss`.
+        aux_loss_coeff: ``train.moe_aux_loss_coeff``, see :mod:`megatron_fr.models.layers.aux_loss`.
 
     Raises:
         ModelError: the model has a feature that is not supported.
@@ -92,18 +92,18 @@ def build_transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
-        tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
-        context_parallel_size=parallel.context,
-        expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=parallel.expert_tensor,
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
         sequence_parallel=uses_sequence_parallel(hf_config, parallel),
         moe_token_dispatcher_type="alltoall",  # the only one that takes variable lengths, also for dense models
         variable_seq_lengths=True,  # micro-batches are as long as their longest trajectory
         # Between two ranks, messages of both directions in one call would be mistaken for each other.
-        overlap_p2p_comm=parallel.virtual_pipeline > 1,
-        batch_p2p_comm=parallel.virtual_pipeline == 1,
+        overlap_p2p_comm=parallel.vpp > 1,
+        batch_p2p_comm=parallel.vpp == 1,
         deallocate_pipeline_outputs=device.kind == "cuda",
         calculate_per_token_loss=False,
         gradient_accumulation_fusion=False,  # needs kernels of Apex that a plain install lacks
@@ -161,13 +161,13 @@ def build_model(
         routing_replay=routing_replay and family_of(hf_config).moe,
         aux_loss_coeff=run_config.train.moe_aux_loss_coeff,
     )
-    virtual = run_config.parallel.virtual_pipeline
+    virtual = run_config.parallel.vpp
     chunks = []
     for stage in range(virtual) if virtual > 1 else [None]:
         model = GPTModel(
             config,
             _block_spec(config, dims, implementation, stage),
-            vocab_size=dims.padded_vocab(run_config.parallel.tensor),
+            vocab_size=dims.padded_vocab(run_config.parallel.tp),
             max_sequence_length=hf_config.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
@@ -199,12 +199,12 @@ def _block_spec(config: Any, dims: Dims, implementation: str, stage: int | None)
 
         make = _te_layer
     else:
-        from megatron_fr.trainer.norm import RMSNorm as layer_norm
+        from megatron_fr.models.layers.norm import RMSNorm as layer_norm
 
         make = _local_layer
     kinds = {moe: make(config, moe) for moe in set(_moe_pattern(dims))}
     if config.moe_aux_loss_coeff:
-        from megatron_fr.trainer.aux_loss import BalancedRouter
+        from megatron_fr.models.layers.aux_loss import BalancedRouter
 
         kinds[1].submodules.mlp.keywords["submodules"].router = BalancedRouter
     first = get_transformer_layer_offset(config, stage)
@@ -225,8 +225,8 @@ def _te_layer(config: Any, moe: int) -> Any:
 def _local_layer(config: Any, moe: int) -> Any:
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
-    from megatron_fr.trainer.core_attention import CoreAttention
-    from megatron_fr.trainer.norm import RMSNorm
+    from megatron_fr.models.layers.core_attention import CoreAttention
+    from megatron_fr.models.layers.norm import RMSNorm
 
     layer = specs.get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if moe else None,

@@ -13,8 +13,8 @@ from megatron_fr.algorithm.grpo import grpo_loss
 from megatron_fr.algorithm.loss import flash_reinforce_loss
 from megatron_fr.algorithm.stats import LossStats
 from megatron_fr.config import AlgorithmConfig, FlashReinforceConfig
-from megatron_fr.trainer.batch import MicroBatch
-from megatron_fr.trainer.context import ContextGroup
+from megatron_fr.trainer.data.batch import MicroBatch
+from megatron_fr.trainer.data.context import ContextGroup
 
 
 @dataclass(frozen=True)

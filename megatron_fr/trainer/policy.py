@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from megatron_fr.bridge import iter_hf_tensors, load_hf_weights, read_hf_config, resolve_folder, save_hf_folder
-from megatron_fr.bridge.dims import Dims
 from megatron_fr.config import RunConfig
-from megatron_fr.device import Device
-from megatron_fr.trainer.batch import BatchLayout, RouteShape
-from megatron_fr.trainer.context import ContextGroup
+from megatron_fr.hf.export import iter_hf_tensors
+from megatron_fr.hf.folder import read_hf_config, resolve_folder
+from megatron_fr.hf.load import load_hf_weights
+from megatron_fr.hf.save import save_hf_folder
+from megatron_fr.models.dims import Dims
+from megatron_fr.runtime.device import Device
+from megatron_fr.trainer.data.batch import BatchLayout, RouteShape
+from megatron_fr.trainer.data.context import ContextGroup
 from megatron_fr.trainer.head import LogprobHead
 from megatron_fr.trainer.logprob import LogprobSettings
 from megatron_fr.trainer.model import build_model, torch_dtype, uses_sequence_parallel
@@ -72,7 +75,7 @@ def build_policy(config: RunConfig, device: Device) -> Policy:
         replay = RoutingReplay(chunks, layers, recompute=config.train.recompute == "full")
         if config.train.routing_replay == "rollout":
             route_shape = RouteShape(replay.columns, dims.top_k, dims.experts)
-    context = ContextGroup(parallel_state.get_context_parallel_group()) if config.parallel.context > 1 else None
+    context = ContextGroup(parallel_state.get_context_parallel_group()) if config.parallel.cp > 1 else None
     ddp_chunks = wrap_for_training(chunks, config.parallel)
     optimizer = make_optimizer(ddp_chunks, config.optimizer, config.parallel, torch_dtype(config.model.dtype))
     step = TrainStep(
@@ -106,7 +109,7 @@ def _layout(config: RunConfig, *, sequence_parallel: bool) -> BatchLayout:
     return BatchLayout(
         packed=config.train.max_tokens_per_micro_batch is not None,
         sequence_rank=parallel_state.get_tensor_model_parallel_rank() if sequence_parallel else 0,
-        sequence_size=config.parallel.tensor if sequence_parallel else 1,
+        sequence_size=config.parallel.tp if sequence_parallel else 1,
         context_rank=parallel_state.get_context_parallel_rank(),
-        context_size=config.parallel.context,
+        context_size=config.parallel.cp,
     )

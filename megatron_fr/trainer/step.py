@@ -3,7 +3,7 @@
 Scale of the loss. Megatron's schedule multiplies a micro-batch's loss by CP and divides it by the number of
 micro-batches; its DDP averages gradients over DP x CP. The objective wants the plain sum over micro-batches, DP and CP
 ranks, so the loss is multiplied by ``DP x micro-batches`` here, and nowhere else. The load-balancing loss of experts
-goes another way: see :mod:`megatron_fr.trainer.aux_loss`.
+goes another way: see :mod:`megatron_fr.models.layers.aux_loss`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_fr.algorithm.stats import MAX_NAMES, SUM_NAMES, LossStats, policy_metrics
 from megatron_fr.errors import UpdateError
-from megatron_fr.trainer.aux_loss import aux_loss_metrics, reset_aux_loss, router_padding
-from megatron_fr.trainer.batch import MicroBatch
+from megatron_fr.models.layers.aux_loss import aux_loss_metrics, reset_aux_loss, router_padding
+from megatron_fr.trainer.data.batch import MicroBatch
 from megatron_fr.trainer.head import HeadTask, LogprobHead
 from megatron_fr.trainer.objective import BatchConstants, Objective
 from megatron_fr.trainer.routing_replay import RoutingReplay
 
 #: Means over the action tokens; the order of :func:`replay_differences`.
-REPLAY_DIFFERENCES = ("policy/logprob_diff_without_replay", "policy/replay_logprob_change")
+REPLAY_DIFFERENCES = ("policy/train_rollout_logprob_diff_without_replay", "policy/replay_logprob_change")
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class TrainStep:
 
         started = time.monotonic()
         self.schedule.step(1)
-        if not metrics["policy/admitted_tokens"]:
+        if not metrics["trust_region/admitted_tokens"]:
             # The objective's gradient is exactly zero, and Adam's momentum would move the weights on no evidence.
             return StepReport(metrics, forward_backward_s, 0.0, stepped=False)
         stepped, grad_norm, _zeros = self.optimizer.step()

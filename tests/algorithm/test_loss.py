@@ -291,13 +291,13 @@ def test_statistics_are_those_of_the_plain_definitions():
     ratios = [math.exp(pi[i, t] - mu[i, t]) for i, t in used]
     assert metrics["policy/ratio_mean"] == pytest.approx(sum(ratios) / len(ratios))
     assert metrics["policy/ratio_max"] == pytest.approx(max(ratios))
-    assert metrics["policy/logprob_diff"] == pytest.approx(
+    assert metrics["policy/train_rollout_logprob_diff"] == pytest.approx(
         sum(abs(float(pi[i, t] - mu[i, t])) for i, t in actions) / len(actions)
     )
-    assert metrics["policy/admitted"] == pytest.approx(sum(stats.admitted.tolist()) / 6)
-    assert metrics["policy/admitted_tokens"] == pytest.approx(len(used) / len(actions))
-    assert metrics["policy/kl_mean"] == pytest.approx(stats.sequence_kl.mean().item())
-    assert metrics["policy/kl_max"] == stats.sequence_kl.max()
+    assert metrics["trust_region/admitted"] == pytest.approx(sum(stats.admitted.tolist()) / 6)
+    assert metrics["trust_region/admitted_tokens"] == pytest.approx(len(used) / len(actions))
+    assert metrics["trust_region/seq_kl_mean"] == pytest.approx(stats.sequence_kl.mean().item())
+    assert metrics["trust_region/seq_kl_max"] == stats.sequence_kl.max()
     assert not any(value.requires_grad for value in vars(stats).values())
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fr.rollout.spawn import tied_to_us
+from megatron_fr.runtime.spawn import tied_to_us
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = {

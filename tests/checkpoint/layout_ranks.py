@@ -39,8 +39,8 @@ SHORT_S, SLOW_S = 3.0, 4.5
 @contextmanager
 def slow_reads() -> Iterator[list[str]]:
     """Within it rank 1's files take longer to read than a collective may last; names of what this process read."""
-    from megatron_fr import checkpoint_manifest
-    from megatron_fr.trainer import checkpoint_io
+    from megatron_fr.checkpoint import io as checkpoint_io
+    from megatron_fr.checkpoint import manifest as checkpoint_manifest
 
     describe, read = checkpoint_manifest.describe, list[str]()
 
@@ -65,11 +65,11 @@ def pass_on_and_save_run(
     The last answer is what happened to its checksums: ``saving`` and ``checking`` are names of the files that this
     process itself read, ``whole`` and ``changed`` what the check said of it, and after one byte was changed.
     """
-    from megatron_fr.trainer import checkpoint_check
-    from megatron_fr.trainer.checkpoint import TrainingCheckpoints
+    from megatron_fr.checkpoint import check as checkpoint_check
+    from megatron_fr.checkpoint.training import TrainingCheckpoints
 
     answers = pass_on(jobs)
-    layout = {"world_size": 2, "tensor": 2}
+    layout = {"world_size": 2, "tp": 2}
     policy = _policy(model, layout, "float32")
     _two_steps(policy)
     config = run_config(Path(model), layout).model_copy(update={"output": Path(output)})
@@ -101,7 +101,7 @@ def pass_on_and_save_run(
 def _pass_on(model: str, parallel: dict[str, Any], dtype: str, load: str | None, save: str) -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    from megatron_fr.trainer.checkpoint_io import BackgroundWriter, read
+    from megatron_fr.checkpoint.io import BackgroundWriter, read
 
     policy = _policy(model, parallel, dtype)
     if load is None:
@@ -142,7 +142,7 @@ def _draws() -> list[float]:
 
 
 def _policy(model: str, parallel: dict[str, Any], dtype: str) -> Any:
-    from megatron_fr.device import resolve_device
+    from megatron_fr.runtime.device import resolve_device
     from megatron_fr.trainer import distributed
 
     config = run_config(Path(model), parallel, dtype=dtype)
@@ -167,7 +167,7 @@ def _two_steps(policy: Any) -> None:
 
 def whole_tensors(folders: list[str]) -> list[dict[str, torch.Tensor]]:
     """Every tensor of each checkpoint, unsharded. One rank."""
-    from megatron_fr.device import resolve_device
+    from megatron_fr.runtime.device import resolve_device
     from megatron_fr.trainer import distributed
 
     distributed.initialize(run_config(Path("unused"), {}).parallel, resolve_device("cpu"), seed=1)
@@ -182,8 +182,8 @@ def failing_writes(model: str, output: str) -> dict[str, str]:
 
     Then a series with scores, of which the best stay; see the test. One rank.
     """
+    from megatron_fr.checkpoint.training import TrainingCheckpoints
     from megatron_fr.errors import CheckpointError
-    from megatron_fr.trainer.checkpoint import TrainingCheckpoints
 
     policy = _policy(model, {}, "float32")
     config = run_config(Path(model), {}).model_copy(update={"output": Path(output)})
@@ -215,8 +215,8 @@ def failing_writes(model: str, output: str) -> dict[str, str]:
 
 def save_on_small_disk(model: str, disk: SmallDisk) -> str:
     """Save, then again while the disk is full, and once more with room; the error of the second time. One rank."""
+    from megatron_fr.checkpoint.training import TrainingCheckpoints
     from megatron_fr.errors import CheckpointError
-    from megatron_fr.trainer.checkpoint import TrainingCheckpoints
 
     policy = _policy(model, {}, "float32")
     config = run_config(Path(model), {}).model_copy(update={"output": disk.folder / "run"})
@@ -237,8 +237,8 @@ def save_on_small_disk(model: str, disk: SmallDisk) -> str:
 
 def _keep(config: Any, policy: Any) -> None:
     """Updates 11 to 17 with these scores in a folder of their own, of which update 11 cannot be deleted."""
+    from megatron_fr.checkpoint.training import TrainingCheckpoints
     from megatron_fr.config.sections import CheckpointConfig
-    from megatron_fr.trainer.checkpoint import TrainingCheckpoints
 
     output = config.output / "scored"
     keep = CheckpointConfig(keep_last=1, keep_best=2)
@@ -258,12 +258,12 @@ def go_on(model: str, output: str) -> dict[str, Any]:
     Returns:
         errors by what was changed, and as ``folders`` what there was once update 2 was saved, the newest usable first.
     """
-    from megatron_fr.bridge import read_hf_config
-    from megatron_fr.checkpoint_manifest import write_manifest
-    from megatron_fr.checkpoints import all_checkpoints, newest_usable
+    from megatron_fr.checkpoint.manifest import write_manifest
+    from megatron_fr.checkpoint.store import all_checkpoints, newest_usable
+    from megatron_fr.checkpoint.training import TrainingCheckpoints
     from megatron_fr.config.sections import CheckpointConfig
     from megatron_fr.errors import CheckpointError
-    from megatron_fr.trainer.checkpoint import TrainingCheckpoints
+    from megatron_fr.hf.folder import read_hf_config
 
     policy = _policy(model, {}, "float32")
     config = run_config(Path(model), {}).model_copy(
@@ -330,8 +330,8 @@ def go_on(model: str, output: str) -> dict[str, Any]:
 
 
 def _choose(config: Any, given: str | None) -> str:
+    from megatron_fr.checkpoint.check import folder_to_resume
     from megatron_fr.errors import CheckpointError
-    from megatron_fr.trainer.checkpoint_check import folder_to_resume
 
     try:
         return str(folder_to_resume(config, given))

@@ -18,12 +18,12 @@ from aiohttp import web
 
 from megatron_fr.agents.contract import Prompt
 from megatron_fr.config import RunConfig
-from megatron_fr.data.prompts import PromptCursor
 from megatron_fr.rollout.endpoints import Endpoints, Parts
-from megatron_fr.rollout.loop_lag import LoopLag
+from megatron_fr.rollout.event_loop_delay import EventLoopDelay
+from megatron_fr.rollout.prompts import PromptCursor
 from megatron_fr.rollout.queue import TrajectoryQueue
 from megatron_fr.rollout.runner import RunnerPool
-from megatron_fr.rollout.staleness import AdmissionGate
+from megatron_fr.rollout.staleness import StalenessGate
 from megatron_fr.rollout.state import RolloutState, StatefulParts, describe_prompts
 from megatron_fr.trajectory import ModelLimits, Trajectory
 
@@ -81,7 +81,7 @@ class Rollouts:
 
     def __init__(self, config: RunConfig, restored: RolloutState | None = None, **player: Any) -> None:
         batch, group, lag = config.train.batch_size, config.algorithm.group_size, config.max_policy_lag
-        self.gate = AdmissionGate(batch, lag)
+        self.gate = StalenessGate(batch, lag)
         self.queue = TrajectoryQueue(
             batch_size=batch, group_size=group, max_policy_lag=lag, limits=LIMITS, on_drop=self.gate.drop
         )
@@ -94,7 +94,7 @@ class Rollouts:
             cursor,
             self.gate,
             self.queue,
-            runners=config.rollout.runners,
+            runners=config.rollout.max_concurrent_trajectories,
             group_size=group,
             on_fatal=self.failure.set_result,
         )
@@ -113,7 +113,7 @@ class Rollouts:
             queue=self.queue,
             pool=self.pool,
             player=self.player,
-            lag=LoopLag(),
+            lag=EventLoopDelay(),
             failure=self.failure,
             state=self.state,
             training=True,

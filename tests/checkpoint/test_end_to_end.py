@@ -22,11 +22,11 @@ import yaml
 from safetensors.torch import load_file
 
 from megatron_fr.agents.arithmetic import questions
-from megatron_fr.checkpoints import ROLLOUT_FILE, all_checkpoints
+from megatron_fr.checkpoint.store import ROLLOUT_FILE, all_checkpoints
+from megatron_fr.hf.quantize import read_calibration
 from megatron_fr.observe.metrics import read_metrics
-from megatron_fr.quantize import read_calibration
-from megatron_fr.rollout.spawn import tied_to_us
 from megatron_fr.rollout.state import read_state
+from megatron_fr.runtime.spawn import tied_to_us
 from megatron_fr.tiny import make_untrained
 
 pytestmark = pytest.mark.slow
@@ -46,7 +46,12 @@ def test_a_killed_trainer_goes_on_with_the_same_command_and_the_engines_get_its_
                 "algorithm": {"advantage": "none"},
                 "optimizer": {"lr": 1e-3},
                 "train": {"num_updates": 6, "batch_size": 8, "skip_without_signal": False},
-                "rollout": {"runners": 8, "max_context": 384, "max_new_tokens": 32, "max_policy_lag": 2},
+                "rollout": {
+                    "max_concurrent_trajectories": 8,
+                    "max_context": 384,
+                    "max_new_tokens": 32,
+                    "max_policy_lag": 2,
+                },
                 "agent": {"kind": "python_tool", "max_turns": 2, "tool": {"require_network_isolation": False}},
                 "reward": {"function": "megatron_fr.agents.arithmetic:exact_answer"},
                 "data": {"train": str(tmp_path / "train.jsonl")},

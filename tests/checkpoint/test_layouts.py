@@ -20,7 +20,7 @@ from parallel_launch import run_ranks
 from silly_rename import silly_rename
 from small_disk import SmallDisk
 
-from megatron_fr.checkpoints import (
+from megatron_fr.checkpoint.store import (
     all_checkpoints,
     problem,
     read_record,
@@ -46,17 +46,17 @@ def test_weights_and_moments_survive_every_change_of_layout_bit_by_bit(tmp_path:
     )
     order = [str(tmp_path / name) for chain in chains for name in chain]
     tp, tp_again, ep, ep_again, pp, one, half_dp, half_tp, half_one, vpp, vpp_tp, vpp_back, vpp_one = order
-    interleaved = {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2}
+    interleaved = {"world_size": 2, "pp": 2, "vpp": 2}
     two: list[Job] = [
-        (model, {"world_size": 2, "tensor": 2}, "float32", None, tp),
-        (model, {"world_size": 2, "tensor": 2}, "float32", tp, tp_again),
-        (model, {"world_size": 2, "expert": 2}, "float32", tp, ep_again),
-        (model, {"world_size": 2, "expert": 2}, "float32", tp, ep),  # dense layers: distributed optimizer over DP 2
-        (model, {"world_size": 2, "pipeline": 2}, "float32", ep, pp),
+        (model, {"world_size": 2, "tp": 2}, "float32", None, tp),
+        (model, {"world_size": 2, "tp": 2}, "float32", tp, tp_again),
+        (model, {"world_size": 2, "ep": 2}, "float32", tp, ep_again),
+        (model, {"world_size": 2, "ep": 2}, "float32", tp, ep),  # dense layers: distributed optimizer over DP 2
+        (model, {"world_size": 2, "pp": 2}, "float32", ep, pp),
         (model, {"world_size": 2}, "bfloat16", None, half_dp),
-        (model, {"world_size": 2, "tensor": 2}, "bfloat16", half_dp, half_tp),
+        (model, {"world_size": 2, "tp": 2}, "bfloat16", half_dp, half_tp),
         (deep, interleaved, "float32", None, vpp),
-        (deep, {"world_size": 2, "tensor": 2}, "float32", vpp, vpp_tp),
+        (deep, {"world_size": 2, "tp": 2}, "float32", vpp, vpp_tp),
         (deep, interleaved, "float32", vpp_tp, vpp_back),
     ]
     single: list[Job] = [
@@ -228,7 +228,7 @@ def test_going_on_from_an_older_one_or_with_another_model_of_equal_sizes(tmp_pat
 HOLD = """
 import sys
 from pathlib import Path
-from megatron_fr.checkpoints import work_folder
+from megatron_fr.checkpoint.store import work_folder
 work, lock = work_folder(Path(sys.argv[1]), 8)
 (work / "half").write_text("")
 print("held", flush=True)
@@ -290,7 +290,7 @@ def test_a_left_over_goes_on_nfs_where_an_open_file_stays_when_it_is_deleted(tmp
 
 
 def test_a_checkpoint_of_an_earlier_version_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    from megatron_fr.trainer import checkpoint_io
+    from megatron_fr.checkpoint import io as checkpoint_io
 
     policy: Any = None  # nothing of it is looked at
     with pytest.raises(CheckpointError, match=r"000001 is of an earlier version .* no 'layout'; convert it with"):

@@ -22,17 +22,25 @@ sys.path.insert(0, str(Path(__file__).parent))
 from parallel_launch import end_process, fork_process
 from recorded import PROMPTS, VOCAB, Server
 
-from megatron_fr.checkpoints import ROLLOUT_FILE, all_checkpoints, newest_usable
+from megatron_fr.checkpoint.store import ROLLOUT_FILE, all_checkpoints, newest_usable
 from megatron_fr.config import RunConfig, load_config
-from megatron_fr.data.prompts import PromptCursor
 from megatron_fr.observe.metrics import read_metrics
+from megatron_fr.rollout.prompts import PromptCursor
 from megatron_fr.rollout.state import read_state
 from megatron_fr.tiny import make_untrained
 
 pytestmark = pytest.mark.slow
 
 #: Metrics that follow from the prompts used, the weights, Adam's moments and the schedule; not from the clock.
-SAME = ("train/loss", "train/grad_norm", "train/lr", "policy/kl_mean", "policy/entropy", "reward/mean", "lag/mean")
+SAME = (
+    "train/loss",
+    "train/grad_norm",
+    "train/lr",
+    "trust_region/seq_kl_mean",
+    "policy/entropy",
+    "reward/mean",
+    "policy_lag/mean",
+)
 
 
 def trainer_process(arguments: list[str]) -> None:
@@ -55,7 +63,7 @@ class Run:
             "optimizer": {"lr": 1e-3, "warmup_fraction": 0.3},
             "algorithm": algorithm or {"delta": 0.5},
             "train": {"num_updates": 6, "batch_size": 4, "micro_batch_size": 2, "routing_replay": "off"},
-            "rollout": {"runners": 6, "max_context": 64, "max_new_tokens": 32, "max_policy_lag": 2},
+            "rollout": {"max_concurrent_trajectories": 6, "max_context": 64, "max_new_tokens": 32, "max_policy_lag": 2},
             "reward": {"function": "unused:unused"},
             "data": {"train": "unused.jsonl"},
             "sync": {"probe_tokens": 0, "timeout_s": 60},

@@ -12,9 +12,9 @@ from unittest import mock
 
 import pytest
 
-from megatron_fr.checkpoint_manifest import Entry, shares
-from megatron_fr.checkpoint_retention import retain, set_newer_aside
-from megatron_fr.checkpoints import (
+from megatron_fr.checkpoint.manifest import Entry, shares
+from megatron_fr.checkpoint.retention import retain, set_newer_aside
+from megatron_fr.checkpoint.store import (
     RunRecord,
     complete,
     folder_of,

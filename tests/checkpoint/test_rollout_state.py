@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from recorded import PROMPTS, Rollouts, seeded_delay
 
 from megatron_fr.config import RunConfig
-from megatron_fr.data.prompts import PromptCursor
 from megatron_fr.errors import CheckpointError
+from megatron_fr.rollout.prompts import PromptCursor
 from megatron_fr.rollout.state import RolloutState, decode_state, encode_state, read_state
 
 
@@ -27,7 +27,7 @@ def config(group_size: int = 1, **changes: Any) -> RunConfig:
         "model": {"path": "unused"},
         "algorithm": algorithm,
         "train": {"num_updates": 10, "batch_size": 4},
-        "rollout": {"runners": 6, "max_context": 64, "max_new_tokens": 32, "max_policy_lag": 1},
+        "rollout": {"max_concurrent_trajectories": 6, "max_context": 64, "max_new_tokens": 32, "max_policy_lag": 1},
         "reward": {"function": "unused:unused"},
         "data": {"train": "unused.jsonl"},
     }

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from megatron_fr.rollout.spawn import tied_to_us
+from megatron_fr.runtime.spawn import tied_to_us
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "configs" / "tiny_python_tool.yaml"
@@ -25,7 +25,7 @@ def arguments(model: Path, output: Path, *overrides: str) -> list[str]:
     return [
         *(sys.executable, "-m", "megatron_fr.cli", "train", "--config", str(RECIPE)),
         *(f"model.path={model}", f"data.train={model / 'train.jsonl'}", "data.eval=null", f"output={output}"),
-        *("train.batch_size=8", "train.micro_batch_size=4", "rollout.runners=8"),
+        *("train.batch_size=8", "train.micro_batch_size=4", "rollout.max_concurrent_trajectories=8"),
         *("rollout.max_new_tokens=48", "agent.max_tokens_per_turn=16"),
         *overrides,
     ]

@@ -22,14 +22,16 @@ def run_dir(tmp_path):
             row = {
                 "update": update, "version": update, "reward/mean": 0.1 + 0.8 * done, "tools/calls": 1 + done,
                 "tools/errors": 0.2, "trajectory/truncated": 0.25, "trajectory/tokens_p50": 100,
-                "trajectory/tokens_p99": 200, "policy/entropy": 1 - done / 2, "policy/kl_mean": 1e-5,
-                "policy/kl_max": 2e-3 if update == 7 else 1e-4, "policy/admitted": 0.95, "policy/logprob_diff": 4e-3,
-                "sync/probe_logprob_diff": 1e-6, "lag/min": 0, "lag/mean": 1.5, "lag/max": 3, "time/wait": 1.0,
+                "trajectory/tokens_p99": 200, "policy/entropy": 1 - done / 2, "trust_region/seq_kl_mean": 1e-5,
+                "trust_region/seq_kl_max": 2e-3 if update == 7 else 1e-4, "trust_region/admitted": 0.95,
+                "policy/train_rollout_logprob_diff": 4e-3,
+                "sync/probe_logprob_diff": 1e-6,
+                "policy_lag/min": 0, "policy_lag/mean": 1.5, "policy_lag/max": 3, "time/wait": 1.0,
                 "time/forward_backward": 2.0, "time/optimizer": 0.5, "time/sync": 0.5, "time/update": 4.0,
                 "rollout/tokens_per_s": 1500, "train/tokens_per_s": 3000, "train/stepped": update != 5,
             }  # fmt: skip
             if update % 10 == 0:
-                row["policy/logprob_diff_without_replay"] = 6e-2
+                row["policy/train_rollout_logprob_diff_without_replay"] = 6e-2
             if update == 30:
                 row |= {"eval/reward": 0.95, "eval/tool_calls": 1.9}
             if update == 12:

@@ -8,8 +8,10 @@ from megatron_fr.observe.alarms import WINDOW, Alarms
 from megatron_fr.observe.progress import Progress, duration
 
 ROW = {
-    "update": 3, "reward/mean": 0.4123, "tools/calls": 1.256, "lag/mean": 1.25, "lag/max": 4, "policy/admitted": 0.984,
-    "policy/kl_mean": 3.2e-5, "policy/logprob_diff": 0.0021, "rollout/tokens_per_s": 1234.0,
+    "update": 3, "reward/mean": 0.4123, "tools/calls": 1.256, "policy_lag/mean": 1.25,
+    "policy_lag/max": 4, "trust_region/admitted": 0.984,
+    "trust_region/seq_kl_mean": 3.2e-5,
+                "policy/train_rollout_logprob_diff": 0.0021, "rollout/tokens_per_s": 1234.0,
     "train/tokens_per_s": 2.5e6, "time/update": 4.21, "train/stepped": True,
 }  # fmt: skip
 
@@ -22,7 +24,7 @@ def test_the_line_says_everything_in_plain_text():
 
 
 def test_what_replay_saves_is_shown_where_it_was_measured():
-    line = Progress(120).line({**ROW, "policy/logprob_diff_without_replay": 0.034})
+    line = Progress(120).line({**ROW, "policy/train_rollout_logprob_diff_without_replay": 0.034})
     assert "| logprob diff 2.1e-03 (3.4e-02 without replay) | tokens/s" in line
 
 
@@ -70,8 +72,8 @@ def test_lines_are_printed_one_an_update_with_alarms_below():
     ("metric", "good", "bad", "message"),
     [
         ("policy/entropy", 1.0, 0.01, "stops exploring"),
-        ("policy/logprob_diff", 0.004, 0.2, "drift apart"),
-        ("policy/admitted", 0.99, 0.2, "of the trajectories pass"),
+        ("policy/train_rollout_logprob_diff", 0.004, 0.2, "drift apart"),
+        ("trust_region/admitted", 0.99, 0.2, "of the trajectories pass"),
         ("trajectory/truncated", 0.1, 0.8, "are cut off"),
         ("rollout/routes_missing", 0, 3, "trajectories a batch have no usable routes"),
         ("tools/calls", 3.0, 0.0, "tool calls fell"),

@@ -14,7 +14,7 @@ from update_scenario import OPTIMIZER
 # layout's, which forms the same sums in another order. Each is two to three times the largest error seen.
 #: Largest error of a metric or of a trajectory's sequence KL, relative: float64 sums of float32 log-probabilities.
 METRIC_TOLERANCE = 2e-5
-OF_THE_CHECK = ("policy/logprob_diff_without_replay", "policy/replay_logprob_change")
+OF_THE_CHECK = ("policy/train_rollout_logprob_diff_without_replay", "policy/replay_logprob_change")
 #: Largest error of the loss, absolute: a float32 sum of terms near 1, which may cancel.
 LOSS_TOLERANCE = 2e-7
 #: Largest error of a gradient, relative to the largest entry of its tensor.

@@ -19,8 +19,8 @@ HEAD = {"logprob_mode": "recompute", "logprob_chunk_tokens": 16}
 PLAIN = {"distributed_optimizer": False}
 #: One more forward, with the live router, before the update.
 CHECK = {"replay_check_every": 1}
-VIRTUAL = {"pipeline": 2, "virtual_pipeline": 2}
-SEQUENCE = {"tensor": 2, "sequence_parallel": True}
+VIRTUAL = {"pp": 2, "vpp": 2}
+SEQUENCE = {"tp": 2, "sequence_parallel": True}
 
 #: By number of processes; one set of them each.
 LAYOUTS: dict[int, list[Layout]] = {
@@ -36,64 +36,64 @@ LAYOUTS: dict[int, list[Layout]] = {
         ("dense", {}, {}),
     ],
     2: [
-        ("moe", {"tensor": 2}, ONE | CHECK),
-        ("moe", {"tensor": 2, **PLAIN}, PACKED | FULL),
-        ("moe", {"expert": 2, **PLAIN}, FULL | CHECK),
+        ("moe", {"tp": 2}, ONE | CHECK),
+        ("moe", {"tp": 2, **PLAIN}, PACKED | FULL),
+        ("moe", {"ep": 2, **PLAIN}, FULL | CHECK),
         ("moe", {}, ONE),
         ("moe", PLAIN, PACKED | CHECK),
-        ("moe", {"pipeline": 2, **PLAIN}, FULL),
+        ("moe", {"pp": 2, **PLAIN}, FULL),
         ("moe", VIRTUAL, PACKED | FULL | CHECK),
-        ("moe", {"context": 2}, {}),
-        ("moe", {"context": 2, **PLAIN}, PACKED | FULL | CHECK),
-        ("moe", {"tensor": 2, "expert": 2, **PLAIN}, ALL | SELECTIVE | HEAD),
-        ("moe", {"pipeline": 2, **PLAIN}, ONE | FULL | HEAD),
-        ("moe", {"context": 2, "expert": 2}, TWO | FULL | HEAD),
-        ("moe", {"pipeline": 2}, ALL | HEAD),
-        ("dense", {"tensor": 2}, SELECTIVE),
+        ("moe", {"cp": 2}, {}),
+        ("moe", {"cp": 2, **PLAIN}, PACKED | FULL | CHECK),
+        ("moe", {"tp": 2, "ep": 2, **PLAIN}, ALL | SELECTIVE | HEAD),
+        ("moe", {"pp": 2, **PLAIN}, ONE | FULL | HEAD),
+        ("moe", {"cp": 2, "ep": 2}, TWO | FULL | HEAD),
+        ("moe", {"pp": 2}, ALL | HEAD),
+        ("dense", {"tp": 2}, SELECTIVE),
         ("dense", SEQUENCE, PACKED),
-        ("dense", {"context": 2}, SELECTIVE | ALL),
+        ("dense", {"cp": 2}, SELECTIVE | ALL),
         ("dense", VIRTUAL, ONE),
         ("dense", PLAIN, {}),
         ("dense", {**SEQUENCE, **PLAIN}, TWO | FULL | HEAD),
-        ("dense", {"pipeline": 2, **PLAIN}, ALL | HEAD),
+        ("dense", {"pp": 2, **PLAIN}, ALL | HEAD),
         ("dense", {}, ALL | FULL),
-        ("dense", {"tensor": 2, **PLAIN}, ALL | FULL),
-        ("grpo", {"context": 2}, {}),
-        ("grpo", {"context": 2}, PACKED),
-        ("grpo", {"pipeline": 2}, TWO),
+        ("dense", {"tp": 2, **PLAIN}, ALL | FULL),
+        ("grpo", {"cp": 2}, {}),
+        ("grpo", {"cp": 2}, PACKED),
+        ("grpo", {"pp": 2}, TWO),
         ("grpo", {}, TWO),
-        ("token", {"context": 2}, {}),
+        ("token", {"cp": 2}, {}),
         ("token", {}, TWO),
-        ("truncated", {"context": 2}, PACKED),
+        ("truncated", {"cp": 2}, PACKED),
         ("truncated", {}, TWO),
     ],
     4: [
-        ("moe", {"tensor": 2, "expert": 2}, FULL | CHECK),
-        ("moe", {"tensor": 2, **VIRTUAL}, TWO | CHECK),
-        ("moe", {"tensor": 2, "context": 2}, PACKED | FULL),
-        ("moe", {"expert": 2, "context": 2, **PLAIN}, {}),
-        ("moe", {"pipeline": 2, "context": 2}, SELECTIVE | CHECK),
-        ("moe", {"context": 2}, ONE),
-        ("moe", {"tensor": 2, **PLAIN}, {}),
-        ("moe", {"pipeline": 2, "expert": 2}, PACKED | CHECK),
-        ("moe", {"expert": 2, **VIRTUAL, **PLAIN}, TWO | SELECTIVE | HEAD),
-        ("moe", {"context": 2, "expert": 2, **VIRTUAL}, ONE | SELECTIVE | HEAD),
-        ("moe", {"tensor": 2, "pipeline": 2, "expert": 2}, TWO | HEAD),
-        ("moe", {"context": 2}, ALL | HEAD),
-        ("dense", {"tensor": 2, "context": 2}, {}),
-        ("dense", {"pipeline": 2}, TWO | SELECTIVE | HEAD),
-        ("dense", {"tensor": 2, "pipeline": 2, **PLAIN}, ONE | FULL | HEAD),
-        ("dense", {"context": 2, **VIRTUAL, **PLAIN}, PACKED | FULL | HEAD),
+        ("moe", {"tp": 2, "ep": 2}, FULL | CHECK),
+        ("moe", {"tp": 2, **VIRTUAL}, TWO | CHECK),
+        ("moe", {"tp": 2, "cp": 2}, PACKED | FULL),
+        ("moe", {"ep": 2, "cp": 2, **PLAIN}, {}),
+        ("moe", {"pp": 2, "cp": 2}, SELECTIVE | CHECK),
+        ("moe", {"cp": 2}, ONE),
+        ("moe", {"tp": 2, **PLAIN}, {}),
+        ("moe", {"pp": 2, "ep": 2}, PACKED | CHECK),
+        ("moe", {"ep": 2, **VIRTUAL, **PLAIN}, TWO | SELECTIVE | HEAD),
+        ("moe", {"cp": 2, "ep": 2, **VIRTUAL}, ONE | SELECTIVE | HEAD),
+        ("moe", {"tp": 2, "pp": 2, "ep": 2}, TWO | HEAD),
+        ("moe", {"cp": 2}, ALL | HEAD),
+        ("dense", {"tp": 2, "cp": 2}, {}),
+        ("dense", {"pp": 2}, TWO | SELECTIVE | HEAD),
+        ("dense", {"tp": 2, "pp": 2, **PLAIN}, ONE | FULL | HEAD),
+        ("dense", {"cp": 2, **VIRTUAL, **PLAIN}, PACKED | FULL | HEAD),
         ("dense", {**SEQUENCE, **VIRTUAL}, TWO | SELECTIVE),
-        ("dense", {**SEQUENCE, "context": 2, **PLAIN}, ONE | SELECTIVE),
-        ("dense", {"pipeline": 2, "context": 2, **PLAIN}, TWO),
-        ("dense", {"tensor": 2, **PLAIN}, PACKED | SELECTIVE),
-        ("dense", {"context": 2, **PLAIN}, ONE | SELECTIVE | HEAD),
+        ("dense", {**SEQUENCE, "cp": 2, **PLAIN}, ONE | SELECTIVE),
+        ("dense", {"pp": 2, "cp": 2, **PLAIN}, TWO),
+        ("dense", {"tp": 2, **PLAIN}, PACKED | SELECTIVE),
+        ("dense", {"cp": 2, **PLAIN}, ONE | SELECTIVE | HEAD),
         ("dense", SEQUENCE, ALL),
-        ("dense", {"tensor": 2, **VIRTUAL, **PLAIN}, TWO | FULL | HEAD),
-        ("dense", {**SEQUENCE, "pipeline": 2}, PACKED),
+        ("dense", {"tp": 2, **VIRTUAL, **PLAIN}, TWO | FULL | HEAD),
+        ("dense", {**SEQUENCE, "pp": 2}, PACKED),
         ("dense", VIRTUAL, ALL | FULL | HEAD),
-        ("grpo", {"tensor": 2, "context": 2}, PACKED),
+        ("grpo", {"tp": 2, "cp": 2}, PACKED),
     ],
 }
 
@@ -104,21 +104,21 @@ _ON = {"moe_aux_loss_coeff": BALANCE_COEFFICIENT}
 BALANCED: dict[int, list[Layout]] = {
     1: [("moe", {}, ALL | _ON), ("moe", PLAIN, TWO | FULL | _ON), ("moe", {}, PACKED | SELECTIVE | _ON)],
     2: [
-        ("moe", {"tensor": 2}, TWO | _ON),
-        ("moe", {"tensor": 2, "expert": 2}, PACKED | FULL | _ON),
-        ("moe", {"expert": 2, **PLAIN}, TWO | HEAD | _ON),
-        ("moe", {"context": 2}, TWO | _ON),
-        ("moe", {"context": 2}, PACKED | FULL | _ON),
+        ("moe", {"tp": 2}, TWO | _ON),
+        ("moe", {"tp": 2, "ep": 2}, PACKED | FULL | _ON),
+        ("moe", {"ep": 2, **PLAIN}, TWO | HEAD | _ON),
+        ("moe", {"cp": 2}, TWO | _ON),
+        ("moe", {"cp": 2}, PACKED | FULL | _ON),
         ("moe", {}, ONE | _ON),  # four and three trajectories: one micro-batch is empty
-        ("moe", {"pipeline": 2}, TWO | _ON),
+        ("moe", {"pp": 2}, TWO | _ON),
         ("moe", VIRTUAL, PACKED | FULL | _ON),
     ],
     4: [
-        ("moe", {"tensor": 2, "pipeline": 2}, TWO | FULL | _ON),  # padding is cut behind the first stage too
-        ("moe", {"tensor": 2, "context": 2, **PLAIN}, PACKED | _ON),
-        ("moe", {"tensor": 2, "expert": 2}, ONE | _ON),
-        ("moe", {"context": 2}, ONE | FULL | _ON),
-        ("moe", {"context": 2, "expert": 2, **VIRTUAL}, TWO | _ON),
+        ("moe", {"tp": 2, "pp": 2}, TWO | FULL | _ON),  # padding is cut behind the first stage too
+        ("moe", {"tp": 2, "cp": 2, **PLAIN}, PACKED | _ON),
+        ("moe", {"tp": 2, "ep": 2}, ONE | _ON),
+        ("moe", {"cp": 2}, ONE | FULL | _ON),
+        ("moe", {"cp": 2, "ep": 2, **VIRTUAL}, TWO | _ON),
     ],
 }
 
@@ -146,18 +146,18 @@ WITHOUT = {
 def features(world: int, layout: Layout) -> set[str]:
     """What takes part in a layout; ``SP`` is TP with sequence parallelism, ``TP`` without."""
     scenario, parallel, train = layout
-    model_parallel = parallel.get("tensor", 1) * parallel.get("pipeline", 1) * parallel.get("context", 1)
-    interleaved = parallel.get("virtual_pipeline", 1) > 1
+    model_parallel = parallel.get("tp", 1) * parallel.get("pp", 1) * parallel.get("cp", 1)
+    interleaved = parallel.get("vpp", 1) > 1
     packed = "max_tokens_per_micro_batch" in train
     size = None if packed else train.get("micro_batch_size")
     sequence = parallel.get("sequence_parallel", scenario != "dense")
     found = {
-        "SP": parallel.get("tensor", 1) > 1 and sequence,
-        "TP": parallel.get("tensor", 1) > 1 and not sequence,
-        "EP": parallel.get("expert", 1) > 1,
-        "PP": parallel.get("pipeline", 1) > 1 and not interleaved,
+        "SP": parallel.get("tp", 1) > 1 and sequence,
+        "TP": parallel.get("tp", 1) > 1 and not sequence,
+        "EP": parallel.get("ep", 1) > 1,
+        "PP": parallel.get("pp", 1) > 1 and not interleaved,
         "VPP": interleaved,
-        "CP": parallel.get("context", 1) > 1,
+        "CP": parallel.get("cp", 1) > 1,
         "DP": world > model_parallel,
         "packed": packed,
         "padded": not packed,

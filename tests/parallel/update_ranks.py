@@ -13,7 +13,7 @@ from update_reference import Decision, Update
 from update_scenario import OPTIMIZER, SCENARIOS, TEMPERATURE
 
 from megatron_fr.config import RunConfig
-from megatron_fr.trainer.client import Lease, LeasedItem
+from megatron_fr.trainer.data.client import Lease, LeasedItem
 from megatron_fr.trajectory import Trajectory, decode
 
 
@@ -79,7 +79,7 @@ class ListedBatch:
 
 def run_updates(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """Metrics, decisions, gradients before clipping, and weights after the step of each job; tensors on rank 0 only."""
-    from megatron_fr.device import resolve_device
+    from megatron_fr.runtime.device import resolve_device
     from megatron_fr.trainer import distributed
 
     device = resolve_device("cpu")
@@ -113,8 +113,8 @@ def _update(job: Job, device: Any) -> dict[str, Any]:
     config = job.config()
     from megatron.core import parallel_state
 
-    from megatron_fr.bridge import iter_hf_tensors
-    from megatron_fr.trainer.feed import BatchFeed
+    from megatron_fr.hf.export import iter_hf_tensors
+    from megatron_fr.trainer.data.loader import BatchFeed
     from megatron_fr.trainer.policy import build_policy
 
     policy = build_policy(config, device)
@@ -190,7 +190,7 @@ def _count_forwards(chunks: Sequence[torch.nn.Module]) -> list[int]:
 
 def _gradients(ddp_chunks: Sequence[Any], hf_config: Any) -> dict[str, torch.Tensor]:
     """Megatron's finished gradients under their Hugging Face names; a collective."""
-    from megatron_fr.bridge import iter_hf_tensors
+    from megatron_fr.hf.export import iter_hf_tensors
 
     _join_shards(ddp_chunks)
     parameters = [p for chunk in ddp_chunks for p in chunk.parameters()]

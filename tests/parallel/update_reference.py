@@ -105,15 +105,17 @@ class Reference:
         metrics = {
             "train/loss": float(loss.detach()),
             "train/grad_norm": norm,
-            "policy/kl_mean": sum(divergences) / len(divergences),
-            "policy/kl_max": max(divergences),
-            "policy/admitted": sum(d.admitted for d in decisions.values()) / len(decisions),
-            "policy/admitted_tokens": admitted_tokens / number,
+            "trust_region/seq_kl_mean": sum(divergences) / len(divergences),
+            "trust_region/seq_kl_max": max(divergences),
+            "trust_region/admitted": sum(d.admitted for d in decisions.values()) / len(decisions),
+            "trust_region/admitted_tokens": admitted_tokens / number,
             "policy/ratio_mean": sum(ratios) / len(ratios),
             "policy/ratio_max": max(ratios),
             "policy/clipped": clipped / number,
             "policy/entropy": sum(sum(t.entropy) for t in tokens) / number,
-            "policy/logprob_diff": sum(abs(a - b) for t in tokens for a, b in zip(t.pi, t.log_mu, strict=True))
+            "policy/train_rollout_logprob_diff": sum(
+                abs(a - b) for t in tokens for a, b in zip(t.pi, t.log_mu, strict=True)
+            )
             / number,
         }
         if self.counted:
@@ -121,7 +123,9 @@ class Reference:
             # What replay changes.
             without = [v[t.action_mask[1:]] for v, t in zip(live, trajectories, strict=True)]
             pairs = list(zip(without, tokens, strict=True))
-            metrics["policy/logprob_diff_without_replay"] = sum(abs(v - t.log_mu).sum() for v, t in pairs) / number
+            metrics["policy/train_rollout_logprob_diff_without_replay"] = (
+                sum(abs(v - t.log_mu).sum() for v, t in pairs) / number
+            )
             metrics["policy/replay_logprob_change"] = sum(abs(v - t.pi).sum() for v, t in pairs) / number
         weights = {name: tensor.clone() for name, tensor in self._named(lambda p: p.data)}
         return Update(metrics, gradients, weights, decisions)

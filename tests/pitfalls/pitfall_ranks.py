@@ -41,7 +41,7 @@ def observe_updates(folder: Path, own_routes: Path) -> dict[str, Any]:
     Args:
         own_routes: ``batch.npz`` with the second of them, whose routes are those that the model itself chooses.
     """
-    from megatron_fr.device import resolve_device
+    from megatron_fr.runtime.device import resolve_device
     from megatron_fr.trainer import distributed
 
     config = RunConfig.model_validate(
@@ -58,7 +58,7 @@ def observe_updates(folder: Path, own_routes: Path) -> dict[str, Any]:
     distributed.initialize(config.parallel, device, seed=1, timeout_s=60)
     from megatron.core import parallel_state
 
-    from megatron_fr.trainer.batch import build_micro_batch
+    from megatron_fr.trainer.data.batch import build_micro_batch
     from megatron_fr.trainer.objective import BatchConstants
     from megatron_fr.trainer.policy import build_policy
 
@@ -130,8 +130,8 @@ def observe_faults(folder: Path) -> dict[str, Any]:
     Returns:
         by kind of fault: the error on this rank, and whether every weight is what it was.
     """
-    from megatron_fr.device import resolve_device
     from megatron_fr.errors import UpdateError
+    from megatron_fr.runtime.device import resolve_device
     from megatron_fr.trainer import distributed
 
     config = RunConfig.model_validate(
@@ -149,7 +149,7 @@ def observe_faults(folder: Path) -> dict[str, Any]:
     rank = distributed.initialize(config.parallel, device, seed=1, timeout_s=60).rank
     from megatron.core import parallel_state
 
-    from megatron_fr.trainer.batch import build_micro_batch
+    from megatron_fr.trainer.data.batch import build_micro_batch
     from megatron_fr.trainer.objective import BatchConstants
     from megatron_fr.trainer.policy import build_policy
 

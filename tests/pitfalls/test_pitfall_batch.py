@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fr.trainer.batch import BatchLayout, MicroBatch, RouteShape, build_micro_batch
-from megatron_fr.trainer.packing import assign_to_ranks, plan_micro_batches
+from megatron_fr.trainer.data.batch import BatchLayout, MicroBatch, RouteShape, build_micro_batch
+from megatron_fr.trainer.data.packing import assign_to_ranks, plan_micro_batches
 from megatron_fr.trajectory import NO_VERSION, Trajectory
 
 SHAPE = RouteShape(columns=(0, 1, 2), top_k=2, num_experts=8)

@@ -24,7 +24,7 @@ from megatron_fr.agents.contract import Prompt
 from megatron_fr.rollout.metrics import batch_metrics
 from megatron_fr.rollout.queue import TrajectoryQueue
 from megatron_fr.rollout.runner import RunnerPool
-from megatron_fr.rollout.staleness import AdmissionGate
+from megatron_fr.rollout.staleness import StalenessGate
 from megatron_fr.trajectory import NO_VERSION, ModelLimits, Trajectory
 
 LIMITS = ModelLimits(vocab_size=100, max_context=16)
@@ -95,7 +95,7 @@ def train(*, runners: int, update_s: float, max_policy_lag: int = 100, seed: int
                     versions=np.array(versions, np.int32),
                 )
 
-        gate = AdmissionGate(BATCH, max_policy_lag)
+        gate = StalenessGate(BATCH, max_policy_lag)
         queue = TrajectoryQueue(
             # The gate alone bounds what runs and waits here: where nothing is dropped, every lag is seen.
             batch_size=BATCH,
@@ -122,7 +122,7 @@ def train(*, runners: int, update_s: float, max_policy_lag: int = 100, seed: int
                 oldest = [min(v for v in t.versions.tolist() if v != NO_VERSION) for t in batch.trajectories]
                 assert batch.lags == tuple(version - v for v in oldest)
                 seen.lags.append(batch.lags)
-                seen.metric.append(batch_metrics(batch.trajectories, batch.lags)["lag/mean"])
+                seen.metric.append(batch_metrics(batch.trajectories, batch.lags)["policy_lag/mean"])
                 seen.running.append(pool.in_flight)
                 seen.waiting.append(queue.queued)
             version += 1

@@ -9,7 +9,7 @@ import torch
 
 from megatron_fr.algorithm.loss import flash_reinforce_loss
 from megatron_fr.config import ParallelConfig
-from megatron_fr.device import prepare_process, resolve_device
+from megatron_fr.runtime.device import prepare_process, resolve_device
 from megatron_fr.tiny.model import tiny_config
 from megatron_fr.trainer.logprob import LogprobSettings, head_logprobs
 from megatron_fr.trainer.model import build_transformer_config

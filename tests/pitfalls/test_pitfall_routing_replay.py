@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fr.config import ParallelConfig
-from megatron_fr.device import prepare_process, resolve_device
+from megatron_fr.runtime.device import prepare_process, resolve_device
 from megatron_fr.tiny.model import tiny_config
 from megatron_fr.trainer.model import build_transformer_config
 from megatron_fr.trainer.routing_replay import MicroBatchRoutes, RoutingReplay

@@ -47,7 +47,7 @@ def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def test_a_batch_that_is_rejected_whole_takes_no_step_and_decays_no_weight(seen: dict[str, Any]) -> None:
-    assert seen["rejected"]["metrics"]["policy/admitted_tokens"] == 0
+    assert seen["rejected"]["metrics"]["trust_region/admitted_tokens"] == 0
     assert not seen["rejected"]["stepped"]
     assert _same(seen["before"], seen["rejected"]["weights"])
 
@@ -65,7 +65,7 @@ def test_gates_ratios_and_gradients_come_out_of_one_forward_an_update(seen: dict
 def test_an_update_on_policy_is_admitted_whole_and_moves_every_tensor(seen: dict[str, Any]) -> None:
     sound = seen["sound"]
     assert sound["stepped"]
-    assert sound["metrics"]["policy/admitted_tokens"] > 0
+    assert sound["metrics"]["trust_region/admitted_tokens"] > 0
     assert sound["metrics"]["policy/route_agreement"] < 0.5
     still = [n for n, w in sound["weights"].items() if torch.equal(w, seen["skipped_weights"][n])]
     assert not still
@@ -80,8 +80,10 @@ def test_routers_learn_from_routes_that_they_would_not_have_chosen(seen: dict[st
 def test_replaying_the_routes_that_the_live_router_chooses_changes_nothing(seen: dict[str, Any]) -> None:
     metrics = seen["own_routes"]
     assert metrics["policy/route_agreement"] == 1
-    assert metrics["policy/logprob_diff"] > 1
-    assert metrics["policy/logprob_diff_without_replay"] == pytest.approx(metrics["policy/logprob_diff"], rel=1e-7)
+    assert metrics["policy/train_rollout_logprob_diff"] > 1
+    assert metrics["policy/train_rollout_logprob_diff_without_replay"] == pytest.approx(
+        metrics["policy/train_rollout_logprob_diff"], rel=1e-7
+    )
     assert metrics["policy/replay_logprob_change"] < 1e-6
     assert "policy/replay_logprob_change" not in seen["sound"]["metrics"]
 

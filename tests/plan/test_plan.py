@@ -16,16 +16,17 @@ from pydantic import ValidationError
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
-from megatron_fr.bridge import hf_tensor_specs, read_hf_config
-from megatron_fr.cli import main
+from megatron_fr.cli.__main__ import main
+from megatron_fr.cli.plan import activation_bytes, batch_bytes, count_parameters, head_bytes, legal_layouts, rank_memory
 from megatron_fr.config import RunConfig
 from megatron_fr.config.sections import ParallelConfig
-from megatron_fr.device import resolve_device
 from megatron_fr.errors import ConfigError
-from megatron_fr.plan import activation_bytes, batch_bytes, count_parameters, head_bytes, legal_layouts, rank_memory
+from megatron_fr.hf.export import hf_tensor_specs
+from megatron_fr.hf.folder import read_hf_config
+from megatron_fr.runtime.device import resolve_device
 from megatron_fr.tiny import make_untrained
 from megatron_fr.tiny.model import Family, tiny_config
-from megatron_fr.trainer.batch import BatchLayout, RouteShape, build_micro_batch
+from megatron_fr.trainer.data.batch import BatchLayout, RouteShape, build_micro_batch
 from megatron_fr.trainer.logprob import LogprobSettings, head_logprobs
 from megatron_fr.trainer.model import build_transformer_config
 from megatron_fr.trajectory import NO_VERSION, Trajectory
@@ -108,11 +109,11 @@ def counted_and_built(jobs: list[tuple[Path, dict[str, int]]]) -> list[tuple[int
 
 def test_interleaved_stages_take_turns_at_the_layers() -> None:
     model = tiny("qwen3_moe", num_layers=4, mlp_only_layers=[0, 1])
-    interleaved = ParallelConfig(world_size=2, pipeline=2, virtual_pipeline=2)
+    interleaved = ParallelConfig(world_size=2, pp=2, vpp=2)
     # Stage 0 has layers 0 and 2, stage 1 layers 1 and 3: one with experts each.
     one_layer = 8 * 3 * 96 * 80
     assert [count_parameters(model, interleaved, stage)[1] for stage in range(2)] == [one_layer, one_layer]
-    plain = ParallelConfig(world_size=2, pipeline=2)
+    plain = ParallelConfig(world_size=2, pp=2)
     assert [count_parameters(model, plain, stage)[1] for stage in range(2)] == [0, 2 * one_layer]
     # What the layers keep for the backward differs in the same way: none of stage 0's has experts in the plain one.
     narrow = [activation_bytes(model, run_config(), layout, 0) for layout in (plain, interleaved)]
@@ -139,7 +140,7 @@ def kept_by_real_layers(jobs: list[tuple[Path, dict[str, int]]], tokens: int) ->
 
         for parameter in chunk.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
-        ranks = layout.get("tensor", 1) if chunk.config.sequence_parallel else 1
+        ranks = layout.get("tp", 1) if chunk.config.sequence_parallel else 1
         hidden = torch.randn(tokens // ranks, 1, chunk.config.hidden_size, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             chunk.decoder.layers[0](hidden, rotary_pos_emb=chunk.rotary_pos_emb(tokens))
@@ -163,8 +164,8 @@ def test_layers_keep_what_real_ones_keep(tmp_path: Path) -> None:
     layouts: list[tuple[str, dict[str, int]]] = [
         ("dense", {}),
         ("moe", {}),
-        ("moe", {"tensor": 2}),
-        ("moe", {"tensor": 2, "expert_tensor": 2}),
+        ("moe", {"tp": 2}),
+        ("moe", {"tp": 2, "etp": 2}),
     ]
     jobs = [(tmp_path / name, layout) for name, layout in layouts]
     real = run_ranks(kept_by_real_layers, 2, jobs=jobs, tokens=tokens)[0]
@@ -173,7 +174,7 @@ def test_layers_keep_what_real_ones_keep(tmp_path: Path) -> None:
         model={"dtype": "float32"}, rollout=rollout, train={"micro_batch_size": 1}, sync={"probe_tokens": 4}
     )
     for (name, layout), kept in zip(layouts, real, strict=True):
-        parallel, ranks = ParallelConfig(world_size=2, **layout), layout.get("tensor", 1)
+        parallel, ranks = ParallelConfig(world_size=2, **layout), layout.get("tp", 1)
         one, two = (activation_bytes(model, config, parallel, 0) / 4 / tokens for model in models[name])
         # What only unfused layers keep: normalised inputs of norms, the rotation's factors, the steps of SwiGLU.
         norms = 2 * hidden + (q + kv if name == "moe" else 0)
@@ -188,13 +189,13 @@ def test_counts_equal_those_of_built_models_on_every_rank(tmp_path: Path) -> Non
     mixed = tmp_path / "mixed"
     tiny("qwen3_moe", num_layers=4, mlp_only_layers=[0, 1]).save_pretrained(mixed)
     jobs = [
-        (mixed, {"pipeline": 2, "virtual_pipeline": 2}),
-        (moe, {"tensor": 2}),
-        (moe, {"expert": 2}),
-        (moe, {"pipeline": 2}),
-        (moe, {"tensor": 2, "expert_tensor": 2}),
-        (tied, {"tensor": 2}),
-        (tied, {"pipeline": 2}),
+        (mixed, {"pp": 2, "vpp": 2}),
+        (moe, {"tp": 2}),
+        (moe, {"ep": 2}),
+        (moe, {"pp": 2}),
+        (moe, {"tp": 2, "etp": 2}),
+        (tied, {"tp": 2}),
+        (tied, {"pp": 2}),
     ]
     for answers in run_ranks(counted_and_built, 2, jobs=jobs):
         for job, (counted, built) in zip(jobs, answers, strict=True):
@@ -228,9 +229,9 @@ def test_only_action_tokens_go_through_the_head_and_what_it_holds_depends_on_its
     recompute = run_config(train={"logprob_mode": "recompute", "logprob_chunk_tokens": 64})
     assert head_bytes(model, recompute, one) == 64 * 152064 * 2 + 600 * 3584 * 6 + weight + 64 * 152064 * 4
     packed = run_config(train={"max_tokens_per_micro_batch": 4000})
-    two = ParallelConfig(world_size=4, tensor=2, context=2)
+    two = ParallelConfig(world_size=4, tp=2, cp=2)
     assert head_bytes(model, packed, two) == 2000 * 76032 * 2 + 2000 * 3584 * 4 + weight // 2 + scratch
-    stages = ParallelConfig(world_size=2, pipeline=2)
+    stages = ParallelConfig(world_size=2, pp=2)
     assert rank_memory(model, run_config(), stages).head in (0, head_bytes(model, run_config(), stages))
 
 
@@ -255,14 +256,14 @@ def test_the_heads_peak_is_that_of_a_real_head(mode: Literal["keep", "recompute"
 
 def test_recomputation_keeps_inputs_in_flight_and_one_whole_layer_at_a_time() -> None:
     model = PUBLISHED["Qwen2.5-7B-Instruct"]
-    stages = ParallelConfig(world_size=4, pipeline=4)
+    stages = ParallelConfig(world_size=4, pp=4)
     layer = 3584 * 3 + 512 * 3 + 4 * 3584 + 3 * 18944
     work = 18944 + 3584
     kept = [activation_bytes(model, run_config(), stages, stage) for stage in range(4)]
     assert kept == [(7 * layer * flight + work) * 2000 * 2 for flight in (4, 3, 2, 1)]
     full = run_config(train={"recompute": "full"})
     assert activation_bytes(model, full, stages, 0) == (7 * 3584 * 4 + layer + work) * 2000 * 2
-    interleaved = ParallelConfig(world_size=4, pipeline=4, virtual_pipeline=7)
+    interleaved = ParallelConfig(world_size=4, pp=4, vpp=7)
     assert activation_bytes(model, run_config(), interleaved, 0) == (layer * (2 * 3 + 6 * 4 + 1) + work) * 2000 * 2
     # No more are in flight than the rank has: two micro-batches, and four where interleaving wants a multiple of PP.
     few = run_config(train={"batch_size": 4})
@@ -306,7 +307,7 @@ def test_the_batch_is_what_a_real_one_takes(packed: bool) -> None:
     real = sum(value.nbytes for part in parts for value in part.values() if isinstance(value, torch.Tensor))
     train = {"batch_size": count, "max_tokens_per_micro_batch": 10_000 if packed else None}
     config = run_config(train=train, rollout={"max_context": length, "max_new_tokens": 200})
-    planned = batch_bytes(model, config, ParallelConfig(world_size=4, tensor=2, context=2), stage=0)
+    planned = batch_bytes(model, config, ParallelConfig(world_size=4, tp=2, cp=2), stage=0)
     assert real <= planned < 1.01 * real
 
 
@@ -320,11 +321,11 @@ def test_layouts_keep_what_else_the_configuration_says_and_are_those_that_the_tr
     """Against every combination, asked of the configuration and of Megatron-Core one by one."""
     device = resolve_device("cpu")
     model = tiny("qwen3_moe", num_layers=4, mlp_only_layers=[0])
-    kept = {"world_size": 8, "expert_tensor": 2, "virtual_pipeline": 2, "distributed_optimizer": False}
-    config = run_config(train={"batch_size": 2}, parallel=kept | {"pipeline": 2, "context": 4})
+    kept = {"world_size": 8, "etp": 2, "vpp": 2, "distributed_optimizer": False}
+    config = run_config(train={"batch_size": 2}, parallel=kept | {"pp": 2, "cp": 4})
     accepted = []
     for tensor, pipeline, context, expert in itertools.product((1, 2, 4, 8), repeat=4):
-        sizes = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert}
+        sizes = {"tp": tensor, "pp": pipeline, "cp": context, "ep": expert}
         try:
             parallel = run_config(train={"batch_size": 2}, parallel=kept | sizes).parallel
             build_transformer_config(model, parallel, device, dtype=torch.float32)
@@ -351,13 +352,13 @@ def test_a_layout_needs_the_same_in_the_list_and_on_its_own(tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("gpus", "sections", "message"),
     [
-        ("3", {"parallel": {"world_size": 2, "expert_tensor": 2}}, "expert x expert_tensor x pipeline = 2; change one"),
+        ("3", {"parallel": {"world_size": 2, "etp": 2}}, "ep x etp x pp = 2; change one"),
         (
             "4",
-            {"parallel": {"world_size": 2, "expert_tensor": 2}},
-            "expert_tensor=2: the model has no experts",
+            {"parallel": {"world_size": 2, "etp": 2}},
+            "etp=2: the model has no experts",
         ),
-        ("1", {"parallel": {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2}}, "parallel.virtual_pipeline=2 "),
+        ("1", {"parallel": {"world_size": 2, "pp": 2, "vpp": 2}}, "parallel.vpp=2 "),
         ("0", {}, "give at least 1"),
     ],
 )
@@ -383,14 +384,14 @@ def plan(tmp_path: Path, model: Any, *arguments: str, **sections: Any) -> int:
 @pytest.mark.parametrize(
     ("family", "sections", "message"),
     [
-        ("qwen3_moe", {"parallel": {"world_size": 4, "tensor": 4}}, "parallel.tensor=4 .* KV heads (2); choose"),
-        ("qwen3_moe", {"parallel": {"world_size": 3, "pipeline": 3}}, "parallel.pipeline=3 .* layers (2); choose"),
-        ("qwen3_moe", {"parallel": {"world_size": 3, "expert": 3}}, "parallel.expert=3 .* experts (8); choose"),
-        ("qwen2", {"parallel": {"world_size": 2, "expert": 2}}, "parallel.expert=2.*no experts; set both to 1"),
+        ("qwen3_moe", {"parallel": {"world_size": 4, "tp": 4}}, "parallel.tp=4 .* KV heads (2); choose"),
+        ("qwen3_moe", {"parallel": {"world_size": 3, "pp": 3}}, "parallel.pp=3 .* layers (2); choose"),
+        ("qwen3_moe", {"parallel": {"world_size": 3, "ep": 3}}, "parallel.ep=3 .* experts (8); choose"),
+        ("qwen2", {"parallel": {"world_size": 2, "ep": 2}}, "parallel.ep=2.*no experts; set both to 1"),
         (
             "qwen3_moe",
-            {"parallel": {"world_size": 2, "tensor": 2, "sequence_parallel": False}},
-            "parallel.sequence_parallel=false with parallel.tensor=2.*leave it out",
+            {"parallel": {"world_size": 2, "tp": 2, "sequence_parallel": False}},
+            "parallel.sequence_parallel=false with parallel.tp=2.*leave it out",
         ),
         ("qwen2", {"train": {"moe_aux_loss_coeff": 0.01}}, "train.moe_aux_loss_coeff=0.01.*no experts.*set it to 0"),
     ],
@@ -428,12 +429,12 @@ def test_the_command_prints_each_layout_and_whether_it_fits(tmp_path: Path, caps
     [
         ("80", 64, "does not fit at once; runners will wait for room"),
         ("80", 8, "fits"),
-        ("68", 64, "weights and one trajectory do not fit; raise rollout.engine_tensor"),
+        ("68", 64, "weights and one trajectory do not fit; raise rollout.engine_tp"),
     ],
 )
 def test_an_engine_fits_with_all_runners_with_some_or_not_at_all(
     memory: str, runners: int, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rollout = {"max_context": 8192, "runners": runners}  # 0.8 GB each, beside 61 GB of weights
+    rollout = {"max_context": 8192, "max_concurrent_trajectories": runners}  # 0.8 GB each, beside 61 GB of weights
     assert plan(tmp_path, PUBLISHED["Qwen3-30B-A3B"], "--gpu-memory", memory, rollout=rollout) == 0
     assert capsys.readouterr().out.splitlines()[2].endswith(f": {verdict}")

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_fr.rollout.engine import Engine, EngineSpec
+from megatron_fr.engines.engine import Engine, EngineSpec
 from megatron_fr.tiny import make_untrained
 from megatron_fr.trajectory import ModelLimits
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 sys.path.insert(0, str(Path(__file__).parent))
 from test_session import connect, finish
 
-from megatron_fr.rollout.engine import Engine, EngineSpec
+from megatron_fr.engines.engine import Engine, EngineSpec
 from megatron_fr.rollout.session import EngineSession
 from megatron_fr.tiny import make_untrained
 from megatron_fr.trajectory import ModelLimits, Trajectory

@@ -17,11 +17,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_fr.engines.engine import Engine, EngineSpec, server_args
+from megatron_fr.engines.fleet import Fleet
 from megatron_fr.errors import ConfigError, EngineError
-from megatron_fr.ports import lease_free_port, lease_port
-from megatron_fr.rollout.engine import Engine, EngineSpec, server_args
-from megatron_fr.rollout.fleet import Fleet
-from megatron_fr.rollout.spawn import tied_to_us
+from megatron_fr.runtime.ports import lease_free_port, lease_port
+from megatron_fr.runtime.spawn import tied_to_us
 from megatron_fr.trajectory import ModelLimits
 
 Spec = Callable[..., EngineSpec]
@@ -76,7 +76,7 @@ def test_two_runs_never_get_the_same_port() -> None:
     try:
         assert len({lease.port for lease in leases}) == 50
         # Another process respects a lease although nothing listens on the port yet.
-        code = f"from megatron_fr.ports import lease_port; lease_port('127.0.0.1', {leases[0].port}, 'x=1')"
+        code = f"from megatron_fr.runtime.ports import lease_port; lease_port('127.0.0.1', {leases[0].port}, 'x=1')"
         other = subprocess.run(
             [sys.executable, "-c", code],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -102,7 +102,7 @@ def test_arguments_of_the_configuration_win_over_the_defaults(spec: Spec) -> Non
 
 
 def test_an_argument_that_another_field_decides_is_refused(spec: Spec) -> None:
-    with pytest.raises(ConfigError, match=r"rollout.engine_args.tp_size=2: rollout.engine_tensor decides this"):
+    with pytest.raises(ConfigError, match=r"rollout.engine_args.tp_size=2: rollout.engine_tp decides this"):
         server_args(spec(args={"tp_size": 2}), 1, 2)
 
 
@@ -146,9 +146,9 @@ def test_an_engine_without_routes_is_found_by_the_probe_and_dies_with_its_owner(
             from pathlib import Path
             import aiohttp
             from megatron_fr.errors import EngineError
-            from megatron_fr.rollout.client import EngineClient
-            from megatron_fr.rollout.engine import Engine, EngineSpec
-            from megatron_fr.rollout.probe import probe_engine
+            from megatron_fr.engines.client import EngineClient
+            from megatron_fr.engines.engine import Engine, EngineSpec
+            from megatron_fr.engines.probe import probe_engine
             from megatron_fr.tiny.model import VOCAB_SIZE
             from megatron_fr.trajectory import ModelLimits
 

@@ -14,7 +14,7 @@ from samples import trajectory
 from megatron_fr.agents.contract import Prompt
 from megatron_fr.agents.rewards import FatalRewardError
 from megatron_fr.errors import EngineError, RolloutEnded
-from megatron_fr.evaluation.avg_at_k import evaluate, summarise
+from megatron_fr.rollout.evaluate import evaluate, summarise
 from megatron_fr.rollout.metrics import batch_metrics
 from megatron_fr.trajectory import Timings, Trajectory
 
@@ -117,7 +117,7 @@ def test_batch_metrics_are_averages_of_the_batch() -> None:
     assert metrics["tools/calls"] == 1.0
     assert metrics["trajectory/truncated"] == 0.5
     assert (metrics["trajectory/tokens_p50"], metrics["trajectory/action_tokens_mean"]) == (4, 2)
-    assert (metrics["lag/min"], metrics["lag/mean"], metrics["lag/max"]) == (0, 1.5, 3)
+    assert (metrics["policy_lag/min"], metrics["policy_lag/mean"], metrics["policy_lag/max"]) == (0, 1.5, 3)
     assert metrics["rollout/routes_missing"] == 1  # of the other one, none were asked for
     shares = [metrics[f"rollout/time_{name}"] for name in ("queued", "generating", "tools")]
     np.testing.assert_allclose(shares, [1 / 8, 6 / 8, 1 / 8])

@@ -14,9 +14,9 @@ import pytest
 from aiohttp import web
 
 from megatron_fr.agents.contract import Outcome
+from megatron_fr.engines.client import EngineClient, older_side
+from megatron_fr.engines.probe import probe_engine
 from megatron_fr.errors import EngineError
-from megatron_fr.rollout.client import EngineClient, older_side
-from megatron_fr.rollout.probe import probe_engine
 from megatron_fr.rollout.session import EngineSession
 from megatron_fr.trajectory import ModelLimits, Trajectory
 

@@ -16,13 +16,14 @@ import pytest
 import torch
 
 from megatron_fr.config import RunConfig
-from megatron_fr.device import resolve_device
+from megatron_fr.engines import cpu_platform as sglang_cpu
+from megatron_fr.engines.client import EngineClient
+from megatron_fr.engines.engine import EngineSpec
+from megatron_fr.engines.fleet import Fleet
 from megatron_fr.errors import EngineError, ModelError
-from megatron_fr.rollout import setup, sglang_cpu
-from megatron_fr.rollout.client import EngineClient
-from megatron_fr.rollout.engine import EngineSpec
-from megatron_fr.rollout.fleet import Fleet
-from megatron_fr.rollout.loop_lag import LoopLag
+from megatron_fr.rollout import setup
+from megatron_fr.rollout.event_loop_delay import EventLoopDelay
+from megatron_fr.runtime.device import resolve_device
 from megatron_fr.tiny import make_untrained
 from megatron_fr.trajectory import ModelLimits
 
@@ -89,7 +90,7 @@ def test_an_engine_has_slots_for_the_evaluation_and_the_probe_beside_the_runners
         {
             "model": {"path": "unused"},
             "train": {"num_updates": 1},
-            "rollout": {"engines": 2, "runners": runners},
+            "rollout": {"engines": 2, "max_concurrent_trajectories": runners},
             "reward": {"function": "unused:unused"},
             "data": {"train": "unused.jsonl", "eval": held_out},
         }
@@ -100,7 +101,7 @@ def test_an_engine_has_slots_for_the_evaluation_and_the_probe_beside_the_runners
 
 def test_a_blocked_event_loop_is_measured() -> None:
     async def run() -> float:
-        lag = LoopLag()
+        lag = EventLoopDelay()
         task = asyncio.create_task(lag.run())
         await asyncio.sleep(0.06)
         lag.take_worst_ms()

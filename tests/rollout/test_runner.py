@@ -21,7 +21,7 @@ from megatron_fr.errors import EngineError, MegatronFRError, TrajectoryError
 from megatron_fr.rollout import runner as runner_module
 from megatron_fr.rollout.queue import TrajectoryQueue
 from megatron_fr.rollout.runner import RunnerPool
-from megatron_fr.rollout.staleness import AdmissionGate
+from megatron_fr.rollout.staleness import StalenessGate
 from megatron_fr.trajectory import ModelLimits, Trajectory
 
 LIMITS = ModelLimits(vocab_size=100, max_context=8)
@@ -49,7 +49,7 @@ class ScriptedPlayer:
 
 class Bench:
     def __init__(self, script: Play, *, batch: int, group: int = 1, lag: int = 0, runners: int = 4) -> None:
-        self.gate = AdmissionGate(batch, lag)
+        self.gate = StalenessGate(batch, lag)
         self.queue = TrajectoryQueue(
             batch_size=batch, group_size=group, max_policy_lag=100, limits=LIMITS, on_drop=self.gate.drop
         )

@@ -24,9 +24,9 @@ from test_engine_lifecycle import family_of, wait_gone
 
 from megatron_fr.agents.arithmetic import questions
 from megatron_fr.errors import RolloutEnded
-from megatron_fr.rollout.spawn import tied_to_us
+from megatron_fr.runtime.spawn import tied_to_us
 from megatron_fr.tiny.model import VOCAB_SIZE
-from megatron_fr.trainer.client import Lease, RolloutClient
+from megatron_fr.trainer.data.client import Lease, RolloutClient
 from megatron_fr.trajectory import ModelLimits, Trajectory
 
 pytestmark = pytest.mark.slow
@@ -106,7 +106,7 @@ def config(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path
         "output": str(folder / "run"),
         "model": {"path": str(models[0]), "dtype": "float32"},
         "train": {"num_updates": 4, "batch_size": BATCH},
-        "rollout": {"runners": 12, "max_context": 512, "max_new_tokens": 64, "max_policy_lag": LAG},
+        "rollout": {"max_concurrent_trajectories": 12, "max_context": 512, "max_new_tokens": 64, "max_policy_lag": LAG},
         "agent": {"kind": "python_tool", "max_turns": 3, "tool": {"require_network_isolation": False}},
         "reward": {"function": "megatron_fr.agents.arithmetic:exact_answer"},
         "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "eval.jsonl")},

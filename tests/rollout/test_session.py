@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hf_reference import forward, next_logprobs
 
 from megatron_fr.agents.contract import Outcome
+from megatron_fr.engines.client import Completion, EngineClient
+from megatron_fr.engines.engine import Engine
 from megatron_fr.errors import EngineError
-from megatron_fr.rollout.client import Completion, EngineClient
-from megatron_fr.rollout.engine import Engine
 from megatron_fr.rollout.session import EngineSession
 from megatron_fr.trajectory import ModelLimits, Trajectory
 

@@ -1,10 +1,10 @@
 import random
 
-from megatron_fr.rollout.staleness import AdmissionGate
+from megatron_fr.rollout.staleness import StalenessGate
 
 
 def test_synchronous_training_admits_exactly_one_batch_at_a_time() -> None:
-    gate = AdmissionGate(batch_size=4, max_policy_lag=0)
+    gate = StalenessGate(batch_size=4, max_policy_lag=0)
     for batch in range(3):
         for _ in range(4):
             assert gate.may_start()
@@ -14,7 +14,7 @@ def test_synchronous_training_admits_exactly_one_batch_at_a_time() -> None:
 
 
 def test_a_lag_of_two_admits_three_batches_ahead_of_the_trainer() -> None:
-    gate = AdmissionGate(batch_size=4, max_policy_lag=2)
+    gate = StalenessGate(batch_size=4, max_policy_lag=2)
     gate.start(12)
     assert not gate.may_start()
     gate.commit()
@@ -23,7 +23,7 @@ def test_a_lag_of_two_admits_three_batches_ahead_of_the_trainer() -> None:
 
 
 def test_failures_and_drops_give_their_place_back() -> None:
-    gate = AdmissionGate(batch_size=2, max_policy_lag=0)
+    gate = StalenessGate(batch_size=2, max_policy_lag=0)
     gate.start(2)
     gate.fail()
     assert gate.may_start(1)
@@ -34,7 +34,7 @@ def test_failures_and_drops_give_their_place_back() -> None:
 
 
 def test_a_group_starts_whole_or_not_at_all() -> None:
-    gate = AdmissionGate(batch_size=6, max_policy_lag=0)
+    gate = StalenessGate(batch_size=6, max_policy_lag=0)
     gate.start(4)
     assert not gate.may_start(3)
     assert gate.may_start(2)
@@ -44,7 +44,7 @@ def test_no_order_of_events_lets_more_rollouts_in_than_the_bound() -> None:
     rng = random.Random(0)
     for _ in range(200):
         batch, lag = rng.randint(1, 5), rng.randint(0, 3)
-        gate = AdmissionGate(batch, lag)
+        gate = StalenessGate(batch, lag)
         waiting = 0
         for _ in range(100):
             event = rng.choice(["start", "start", "fail", "drop", "commit"])

@@ -18,15 +18,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hf_reference import forward, next_logprobs
 from test_session import PROMPT, check, connect, finish, load_weights, post
 
-from megatron_fr.bridge import hf_tensor_specs, read_hf_config
 from megatron_fr.config.sections import SyncConfig
+from megatron_fr.engines.engine import Engine
 from megatron_fr.errors import SyncError
-from megatron_fr.rollout.engine import Engine
+from megatron_fr.hf.export import hf_tensor_specs
+from megatron_fr.hf.folder import read_hf_config
 from megatron_fr.rollout.session import EngineSession
-from megatron_fr.sync.buckets import Bucket
-from megatron_fr.sync.engine_layout import engine_layout
-from megatron_fr.sync.publisher import SyncReport, WeightPublisher
 from megatron_fr.trajectory import ModelLimits, Trajectory
+from megatron_fr.weight_sync.buckets import Bucket
+from megatron_fr.weight_sync.engine_layout import engine_layout
+from megatron_fr.weight_sync.publisher import SyncReport, WeightPublisher
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_fr.agents.arithmetic import questions
-from megatron_fr.data.prompts import load_prompts
+from megatron_fr.rollout.prompts import load_prompts
 from megatron_fr.tiny import make_untrained
 from megatron_fr.tiny.build import MANIFEST, evaluate_policy, make_tiny_model
 from megatron_fr.tiny.sampling import LocalSampler

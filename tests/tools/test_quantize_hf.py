@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_disk import SmallDisk
 
-from megatron_fr import quantize
-from megatron_fr.bridge.inspect import inspect_folder
-from megatron_fr.bridge.quantized import check_quantized
-from megatron_fr.device import prepare_process, resolve_device
 from megatron_fr.errors import ModelError
-from megatron_fr.quantize import load_quantized, read_calibration
+from megatron_fr.hf import quantize
+from megatron_fr.hf.inspect import inspect_folder
+from megatron_fr.hf.quantize import load_quantized, read_calibration
+from megatron_fr.hf.quantized import check_quantized
 from megatron_fr.rollout.state import Counters, RolloutState, encode_state
+from megatron_fr.runtime.device import prepare_process, resolve_device
 from megatron_fr.tiny import make_untrained
 from megatron_fr.trajectory import Trajectory
 

@@ -11,8 +11,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 from samples import trajectory
 
 from megatron_fr.errors import RequestFailed, RolloutEnded
-from megatron_fr.trainer import client as client_module
-from megatron_fr.trainer.client import RolloutClient
+from megatron_fr.trainer.data import client as client_module
+from megatron_fr.trainer.data.client import RolloutClient
 from megatron_fr.trajectory import encode
 
 

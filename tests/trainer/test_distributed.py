@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_fr.config import ParallelConfig
-from megatron_fr.device import resolve_device
 from megatron_fr.errors import ConfigError
+from megatron_fr.runtime.device import resolve_device
 from megatron_fr.trainer.distributed import RankInfo, bootstrap, first_node, initialize
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "1234"}

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_fr.checkpoints import RunRecord
+from megatron_fr.checkpoint.store import RunRecord
 from megatron_fr.errors import CheckpointError, RequestFailed, SyncError
 from megatron_fr.observe.metrics import METRICS_FILE, read_metrics
-from megatron_fr.trainer.feed import Shutdown
+from megatron_fr.trainer.data.loader import Shutdown
 from megatron_fr.trainer.loop import TrainerLoop
 from megatron_fr.trainer.step import StepReport
-from megatron_fr.trainer.sync import SyncMetrics
+from megatron_fr.trainer.weight_push import SyncMetrics
 
 
 @pytest.fixture(autouse=True)

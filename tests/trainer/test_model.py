@@ -20,20 +20,20 @@ LAYOUTS: dict[str, tuple[int, list[tuple[dict[str, int], tuple[str, ...]]]]] = {
     "two processes": (
         2,
         [
-            ({"tensor": 2}, (*MOE, *DENSE)),
-            ({"tensor": 2, "expert_tensor": 2}, MOE),
-            ({"expert": 2}, MOE),
-            ({"pipeline": 2}, (*MOE, *DENSE)),
+            ({"tp": 2}, (*MOE, *DENSE)),
+            ({"tp": 2, "etp": 2}, MOE),
+            ({"ep": 2}, MOE),
+            ({"pp": 2}, (*MOE, *DENSE)),
             ({}, ("moe", "qwen2")),
         ],
     ),
     "four processes": (
         4,
         [
-            ({"tensor": 2, "expert": 2}, (*MOE, "moe_mixed")),
-            ({"tensor": 2, "pipeline": 2}, ("moe_tied", "qwen3_tied", "qwen2")),
-            ({"pipeline": 2, "expert": 2}, ("moe", "moe_mixed")),
-            ({"expert": 4}, ("moe", "moe_mixed")),
+            ({"tp": 2, "ep": 2}, (*MOE, "moe_mixed")),
+            ({"tp": 2, "pp": 2}, ("moe_tied", "qwen3_tied", "qwen2")),
+            ({"pp": 2, "ep": 2}, ("moe", "moe_mixed")),
+            ({"ep": 4}, ("moe", "moe_mixed")),
         ],
     ),
 }
@@ -72,7 +72,7 @@ def test_bfloat16_is_no_further_from_float32_than_transformers_is(tiny_models: d
     with torch.no_grad():
         logits = model(batch["ids"], attention_mask=batch["mask"].long()).logits.float()
     theirs = mean_next_token_error(logits.log_softmax(-1), batch)
-    ours = run_ranks(check_bfloat16, 2, folder=folder, parallel={"world_size": 2, "tensor": 2})[0]
+    ours = run_ranks(check_bfloat16, 2, folder=folder, parallel={"world_size": 2, "tp": 2})[0]
     print(f"{name}: {ours:.2g}, transformers {theirs:.2g}")
     assert 0 < ours < 2 * theirs
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_fr.config import ParallelConfig
-from megatron_fr.device import prepare_process, resolve_device
 from megatron_fr.errors import ConfigError, ModelError
+from megatron_fr.runtime.device import prepare_process, resolve_device
 from megatron_fr.tiny.model import tiny_config
 from megatron_fr.trainer.model import build_transformer_config, uses_sequence_parallel
 
@@ -43,17 +43,17 @@ def test_an_unsupported_model_names_the_field(family: str, changes: dict[str, An
 @pytest.mark.parametrize(
     ("family", "parallel", "message"),
     [
-        ("qwen3_moe", {"world_size": 4, "tensor": 4}, r"parallel\.tensor=4 .*KV heads \(2\)"),
-        ("qwen3_moe", {"world_size": 3, "pipeline": 3}, r"parallel\.pipeline=3 .*layers \(2\)"),
-        ("qwen3_moe", {"world_size": 3, "expert": 3}, r"parallel\.expert=3 .*experts \(8\)"),
-        ("qwen3_moe", {"world_size": 3, "expert_tensor": 3}, r"parallel\.expert_tensor=3 .*width \(80\)"),
-        ("qwen2", {"world_size": 2, "expert": 2}, r"parallel\.expert=2.*no experts"),
+        ("qwen3_moe", {"world_size": 4, "tp": 4}, r"parallel\.tp=4 .*KV heads \(2\)"),
+        ("qwen3_moe", {"world_size": 3, "pp": 3}, r"parallel\.pp=3 .*layers \(2\)"),
+        ("qwen3_moe", {"world_size": 3, "ep": 3}, r"parallel\.ep=3 .*experts \(8\)"),
+        ("qwen3_moe", {"world_size": 3, "etp": 3}, r"parallel\.etp=3 .*width \(80\)"),
+        ("qwen2", {"world_size": 2, "ep": 2}, r"parallel\.ep=2.*no experts"),
         (
             "qwen3_moe",
-            {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2},
-            r"parallel\.pipeline x parallel\.virtual_pipeline=4 .*layers \(2\)",
+            {"world_size": 2, "pp": 2, "vpp": 2},
+            r"parallel\.pp x parallel\.vpp=4 .*layers \(2\)",
         ),
-        ("qwen3_moe", {"world_size": 2, "tensor": 2, "sequence_parallel": False}, r"parallel\.sequence_parallel=false"),
+        ("qwen3_moe", {"world_size": 2, "tp": 2, "sequence_parallel": False}, r"parallel\.sequence_parallel=false"),
     ],
 )
 def test_a_layout_that_does_not_fit_names_the_field(family: str, parallel: dict[str, Any], message: str) -> None:
@@ -64,11 +64,11 @@ def test_a_layout_that_does_not_fit_names_the_field(family: str, parallel: dict[
 def test_sequence_parallelism_is_on_exactly_for_experts_under_tensor_parallelism() -> None:
     moe, dense = tiny_config("qwen3_moe"), tiny_config("qwen2")
     moe.architectures, dense.architectures = ["Qwen3MoeForCausalLM"], ["Qwen2ForCausalLM"]
-    two = ParallelConfig(world_size=2, tensor=2)
+    two = ParallelConfig(world_size=2, tp=2)
     assert uses_sequence_parallel(moe, two)
     assert not uses_sequence_parallel(moe, ParallelConfig())
     assert not uses_sequence_parallel(dense, two)
-    assert uses_sequence_parallel(dense, ParallelConfig(world_size=2, tensor=2, sequence_parallel=True))
+    assert uses_sequence_parallel(dense, ParallelConfig(world_size=2, tp=2, sequence_parallel=True))
 
 
 def test_the_router_is_plain_top_k_in_float32_without_auxiliary_loss() -> None:

@@ -1,6 +1,0 @@
-"""Qwen2 and Qwen2.5: dense, biases on q, k and v. DeepSeek-R1-Distill-Qwen is one of them."""
-
-from megatron_fr.bridge.common import attention, dense_mlp
-from megatron_fr.bridge.registry import Family, register
-
-register(Family("Qwen2ForCausalLM", attention(bias=True), dense_mlp(), qkv_bias=True))

@@ -1,6 +1,0 @@
-"""Qwen3: dense, norms on queries and keys."""
-
-from megatron_fr.bridge.common import attention, dense_mlp
-from megatron_fr.bridge.registry import Family, register
-
-register(Family("Qwen3ForCausalLM", attention(qk_norm=True), dense_mlp(), qk_norm=True))

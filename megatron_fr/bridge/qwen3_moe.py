@@ -1,6 +1,0 @@
-"""Qwen3-MoE: norms on queries and keys, MLPs that are mixtures of experts, in all layers or some."""
-
-from megatron_fr.bridge.common import attention, dense_mlp, moe_mlp
-from megatron_fr.bridge.registry import Family, register
-
-register(Family("Qwen3MoeForCausalLM", attention(qk_norm=True), dense_mlp(), moe_mlp(), qk_norm=True))

@@ -1,0 +1,75 @@
+"""The command line: ``megatron-fr train | eval | plan | report | doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from megatron_fr import __version__
+from megatron_fr.errors import MegatronFRError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; errors made on purpose are printed as one line without a traceback."""
+    parser = argparse.ArgumentParser(prog="megatron-fr", description=__doc__)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, purpose in (
+        ("train", "train on this machine: engines, rollout service and trainer ranks"),
+        ("eval", "evaluate model.path on data.eval and print the result as JSON"),
+    ):
+        command = commands.add_parser(name, help=purpose, description=purpose)
+        command.add_argument("--config", required=True, help="YAML file of the run")
+        command.add_argument("overrides", nargs="*", help="section.field=value")
+    plan = commands.add_parser("plan", help="memory of each GPU in each layout")
+    plan.add_argument("--config", required=True, help="YAML file of the run")
+    plan.add_argument(
+        "--gpus", type=int, help="of the trainer: list every legal layout (default: the file's own layout)"
+    )
+    plan.add_argument("--gpu-memory", type=float, default=80, help="of one GPU, 10^9 bytes (default: 80)")
+    plan.add_argument("overrides", nargs="*", help="section.field=value")
+    report = commands.add_parser("report", help="summarise a run and redraw its picture")
+    report.add_argument("run_dir", help="the run's output folder")
+    commands.add_parser("doctor", help="check this machine and environment")
+    arguments = parser.parse_args(argv)
+    try:
+        return _run(arguments)
+    except MegatronFRError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    # Imported where needed: a report must not wait for torch and SGLang.
+    if arguments.command == "report":
+        from megatron_fr.observe.report import report_run
+
+        print(report_run(arguments.run_dir))
+        return 0
+    if arguments.command == "doctor":
+        from megatron_fr.cli import doctor
+
+        return doctor.run()
+    from megatron_fr.config import load_config
+
+    config = load_config(arguments.config, arguments.overrides)
+    if arguments.command == "plan":
+        from megatron_fr.cli.plan import render
+
+        print(render(config, arguments.gpus, arguments.gpu_memory))
+        return 0
+    from megatron_fr.config.paths import check_inputs
+
+    check_inputs(config)
+    if arguments.command == "eval":
+        from megatron_fr.cli.evaluate import evaluate_model
+
+        return evaluate_model(config)
+    from megatron_fr.cli.train import Supervisor
+
+    return Supervisor(config).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,233 @@
+"""``megatron-fr doctor``: finds what is wrong with an installation or a machine before a job does."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from megatron_fr.engines.cpu_platform import PLATFORM_NAME
+
+Status = Literal["ok", "note", "warning", "broken"]
+
+CONSTRAINTS = Path(__file__).resolve().parents[2] / "launch" / "constraints.txt"
+
+#: Nothing works without these; of the other pins only the version is compared.
+REQUIRED = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "pydantic", "aiohttp", "httpx")
+
+_IMPORT_TIMEOUT_S = 180
+_MEMORY_GB, _DISK_GB = 8, 15
+
+_IMPORT_MEGATRON = """
+from megatron_fr.runtime.device import prepare_process, resolve_device
+prepare_process(resolve_device("auto"))
+import megatron.core, megatron.core.transformer.attention
+print(megatron.core.__version__)
+"""
+
+_IMPORT_SGLANG = """
+from sglang.srt.platforms import current_platform
+print(current_platform.device_type)
+"""
+
+_CUT_OFF_NETWORK = """
+import os
+try:
+    os.unshare(os.CLONE_NEWNET)
+except OSError:
+    os.unshare(os.CLONE_NEWUSER | os.CLONE_NEWNET)
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table; ``broken`` means that a run would fail."""
+
+    name: str
+    status: Status
+    detail: str
+
+
+def run() -> int:
+    """Check everything and print a table.
+
+    Returns:
+        The exit code: 1 when something is broken, else 0.
+    """
+    findings = []
+    for check in CHECKS:
+        findings.append(check())
+        print(_row(findings[-1]), flush=True)  # at once: the imports take a while
+    broken = [finding.name for finding in findings if finding.status == "broken"]
+    print(f"broken: {', '.join(broken)}" if broken else "ready")
+    return 1 if broken else 0
+
+
+def check_python() -> Finding:
+    """The interpreter's version."""
+    detail = f"{platform.python_version()}, {sys.executable}"
+    if sys.version_info[:2] != (3, 12):
+        return Finding("python", "warning", f"{detail}; everything is tested on 3.12: use launch/env.sh")
+    return Finding("python", "ok", detail)
+
+
+def check_packages(constraints: Path = CONSTRAINTS) -> Finding:
+    """Installed versions against the pins, where the checkout's pins are at hand."""
+    missing = [name for name in REQUIRED if _version(name) is None]
+    if missing:
+        return Finding("packages", "broken", f"not installed: {', '.join(missing)}; run launch/env.sh")
+    if not constraints.exists():
+        return Finding("packages", "note", "no launch/constraints.txt beside the package to compare with")
+    pins = dict(line.split("==", 1) for line in constraints.read_text().splitlines() if "==" in line and line[0] != "#")
+    versions = {name: _version(name) for name in pins}
+    other = [f"{n} {v} (pinned {pins[n]})" for n, v in versions.items() if v is not None and v != pins[n]]
+    absent = [name for name, version in versions.items() if version is None]
+    if not other and not absent:
+        return Finding("packages", "ok", f"all {len(pins)} as pinned")
+    parts = [f"{len(other)} differ: {_some(other)}"] if other else []
+    parts += [f"{len(absent)} absent: {_some(absent)}"] if absent else []
+    return Finding("packages", "warning", "; ".join(parts))
+
+
+def check_megatron() -> Finding:
+    """Megatron-Core's attention imports, which a wheel without its driver can prevent."""
+    return _python("megatron-core", _IMPORT_MEGATRON, "attention imports, version {}")
+
+
+def check_sglang_plugin() -> Finding:
+    """The CPU platform of this project is registered with SGLang and takes effect where it should."""
+    points = importlib.metadata.entry_points(group="sglang.srt.platforms")
+    if PLATFORM_NAME not in points.names:
+        return Finding(
+            "sglang platform", "broken", f"no entry point {PLATFORM_NAME!r}; install this project (launch/env.sh)"
+        )
+    hooks = importlib.metadata.entry_points(group="sglang.srt.plugins")
+    if f"{PLATFORM_NAME}_hooks" not in hooks.names:
+        return Finding("sglang platform", "broken", "the plugin's hooks are not registered; reinstall this project")
+    environment = {} if _gpus() else {"SGLANG_PLATFORM": PLATFORM_NAME, "CUDA_VISIBLE_DEVICES": ""}
+    return _python("sglang platform", _IMPORT_SGLANG, "plugin found, SGLang runs on {}", environment)
+
+
+def check_gpu() -> Finding:
+    """What torch sees, and whether the driver sees more."""
+    gpus = _gpus()
+    if gpus:
+        if importlib.metadata.packages_distributions().get("transformer_engine") is None:
+            return Finding("gpu", "warning", f"{_some(gpus)}; no Transformer Engine: run launch/env.sh --gpu")
+        return Finding("gpu", "ok", _some(gpus))
+    if shutil.which("nvidia-smi") and subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout.strip():
+        return Finding("gpu", "broken", "nvidia-smi lists GPUs, torch sees none: check the driver's CUDA version")
+    return Finding("gpu", "note", "none: everything runs on the CPU")
+
+
+def check_memory(available: int | None = None) -> Finding:
+    """Free memory; an engine and a trainer of the tiny model take about 6 GB."""
+    gigabytes = (psutil.virtual_memory().available if available is None else available) / 1e9
+    detail = f"{gigabytes:.0f} GB free"
+    if gigabytes < _MEMORY_GB:
+        return Finding("memory", "warning", f"{detail}; an engine and a trainer need {_MEMORY_GB}: end other programs")
+    return Finding("memory", "ok", detail)
+
+
+def check_disk(folder: Path | None = None, free: int | None = None) -> Finding:
+    """Free disk where a run would write."""
+    folder = folder or Path.cwd()
+    gigabytes = (shutil.disk_usage(folder).free if free is None else free) / 1e9
+    detail = f"{gigabytes:.0f} GB free at {folder}"
+    if not os.access(folder, os.W_OK):
+        return Finding("disk", "broken", f"{folder} cannot be written to; set output to another folder")
+    if gigabytes < _DISK_GB:
+        return Finding("disk", "warning", f"{detail}; the environment takes 11 GB, checkpoints more")
+    return Finding("disk", "ok", detail)
+
+
+def check_loopback() -> Finding:
+    """A server can bind to 127.0.0.1 and be reached there."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+    except OSError as error:
+        return Finding("loopback", "broken", f"no connection to 127.0.0.1: {error}; engines could not be reached")
+    return Finding("loopback", "ok", "127.0.0.1 takes connections")
+
+
+def check_sandbox() -> Finding:
+    """Tools can be cut off from the network."""
+    result = subprocess.run([sys.executable, "-c", _CUT_OFF_NETWORK], capture_output=True)
+    if result.returncode:
+        return Finding(
+            "tool sandbox", "warning",
+            "no network namespaces here: tools are refused unless agent.tool.require_network_isolation=false",
+        )  # fmt: skip
+    return Finding("tool sandbox", "ok", "tools can be cut off from the network")
+
+
+def check_slurm() -> Finding:
+    """Whether jobs can be submitted from here."""
+    sbatch = shutil.which("sbatch")
+    if sbatch is None:
+        return Finding("slurm", "note", "no sbatch here: runs stay on this machine")
+    try:
+        result = subprocess.run([sbatch, "--version"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Finding("slurm", "warning", f"{sbatch} does not answer: {error}")
+    if result.returncode:
+        return Finding("slurm", "warning", f"{sbatch} fails: {_last_line(result.stderr)}")
+    return Finding("slurm", "ok", result.stdout.strip())
+
+
+CHECKS: tuple[Callable[[], Finding], ...] = (
+    check_python, check_packages, check_gpu, check_memory, check_disk, check_loopback, check_sandbox, check_slurm,
+    check_megatron, check_sglang_plugin,
+)  # fmt: skip
+
+
+def _python(name: str, code: str, good: str, environment: dict[str, str] | None = None) -> Finding:
+    """Run code in a fresh interpreter, as a trainer or engine would; its last output line fills ``good``."""
+    try:
+        result = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, env={**os.environ, **(environment or {})},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return Finding(name, "broken", f"the import took more than {_IMPORT_TIMEOUT_S} s; is the disk that slow?")
+    if result.returncode:
+        return Finding(name, "broken", _last_line(result.stderr) or f"the import died with code {result.returncode}")
+    return Finding(name, "ok", good.format(_last_line(result.stdout)))
+
+
+def _gpus() -> list[str]:
+    import torch
+
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _some(items: list[str], limit: int = 4) -> str:
+    rest = len(items) - limit
+    return ", ".join(items[:limit]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def _row(finding: Finding) -> str:
+    return f"{finding.name:<16} {finding.status:<8} {finding.detail}"

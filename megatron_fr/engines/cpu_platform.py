@@ -1,0 +1,94 @@
+"""SGLang on a CPU without patching SGLang: a platform plugin and one hook, found through entry points.
+
+Both stay out of the way unless ``SGLANG_PLATFORM=megatron_fr_cpu`` selects them and torch sees no GPU.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from typing import TYPE_CHECKING, Any
+
+from megatron_fr.runtime.device import hide_gpu_packages
+
+if TYPE_CHECKING:
+    import torch
+
+#: The entry point's name, and the value of ``SGLANG_PLATFORM`` that selects it.
+PLATFORM_NAME = "megatron_fr_cpu"
+
+
+def platform() -> str | None:
+    """The dotted name of the platform class, or None where the plugin must not be used."""
+    if not _selected():
+        return None
+    hide_gpu_packages()  # SGLang asks for its platform before it imports any of them
+    return f"{__name__}.CpuPlatform"
+
+
+def register_hooks() -> None:
+    """Make the routed-experts host buffer work without CUDA, and servers start in half the time."""
+    if not _selected():
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
+    HookRegistry.register(target, _leave_unpinned, HookType.REPLACE)
+    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_children, HookType.AFTER)
+
+
+def _selected() -> bool:
+    if os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME:
+        return False
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def _fork_children(result: None, *_: Any, **__: Any) -> None:
+    """Scheduler and detokenizer start as forks of the server, which has imported everything that they need.
+
+    SGLang spawns them, since CUDA does not survive a fork; each then spends most of the start on the same imports.
+    """
+    multiprocessing.set_start_method("fork", force=True)
+
+
+def _leave_unpinned(buffer: torch.Tensor, registration_granularity_bytes: int | None = None) -> None:
+    """Pinning speeds up copies from a GPU; there is none."""
+
+
+def __getattr__(name: str) -> Any:
+    # SGLang's modules are heavy, and importing them here would make this module useless to everyone else.
+    if name == "CpuPlatform":
+        return _platform_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _platform_class() -> type:
+    import psutil
+    from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
+
+    class CpuPlatform(SRTPlatform):
+        """Plain PyTorch kernels and torch-native attention."""
+
+        _enum = PlatformEnum.OOT
+        device_name = "cpu"
+        device_type = "cpu"
+
+        def get_dispatch_key_name(self) -> str:
+            return "native"
+
+        def get_default_attention_backend(self) -> str:
+            return "torch_native"
+
+        def get_device_total_memory(self, device_id: int = 0) -> int:
+            return int(psutil.virtual_memory().total)
+
+        def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:
+            memory = psutil.virtual_memory()
+            return int(memory.available), int(memory.total)
+
+        def get_current_memory_usage(self, device: Any = None) -> float:
+            return float(psutil.Process().memory_info().rss)
+
+    return CpuPlatform

@@ -1,0 +1,127 @@
+"""All engines of a run: started side by side, shared out by load, watched until the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import aiohttp
+
+from megatron_fr.engines.client import EngineClient
+from megatron_fr.engines.engine import Engine, EngineSpec
+from megatron_fr.errors import EngineError
+from megatron_fr.trajectory import ModelLimits
+
+# Engines that start at the very same moment peak in memory and processor time together.
+_STAGGER_S = 1.0
+_WATCH_S = 0.25
+
+
+class Fleet:
+    """Starts and owns the engines.
+
+    Args:
+        specs: one an engine.
+        limits: the model's sizes, which answers are checked against.
+        temperature: of sampling.
+        request_timeout_s: of one generation request.
+    """
+
+    def __init__(
+        self, specs: Sequence[EngineSpec], limits: ModelLimits, *, temperature: float, request_timeout_s: float
+    ) -> None:
+        self._engines = [Engine(spec) for spec in specs]
+        self._limits = limits
+        self._temperature = temperature
+        self._request_timeout_s = request_timeout_s
+        self._http: aiohttp.ClientSession | None = None
+        self._load: Counter[str] = Counter()
+        self.clients: list[EngineClient] = []
+
+    @property
+    def urls(self) -> list[str]:
+        """The engines' base addresses."""
+        return [client.url for client in self.clients]
+
+    @property
+    def tokens_generated(self) -> int:
+        """By all engines since the start."""
+        return sum(client.tokens_generated for client in self.clients)
+
+    async def start(self) -> None:
+        """Start every engine; when one fails, none is left running.
+
+        Raises:
+            EngineError: see :meth:`Engine.start`.
+        """
+
+        async def delayed(index: int, engine: Engine) -> None:
+            await asyncio.sleep(index * _STAGGER_S)
+            await engine.start()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index, engine in enumerate(self._engines):
+                    group.create_task(delayed(index, engine))
+        except* Exception as errors:
+            await self.stop()
+            raise errors.exceptions[0] from None
+        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self.clients = [
+            EngineClient(
+                engine.url,
+                self._http,
+                limits=self._limits,
+                temperature=self._temperature,
+                timeout_s=self._request_timeout_s,
+            )
+            for engine in self._engines
+        ]
+
+    @contextmanager
+    def borrow(self) -> Iterator[EngineClient]:
+        """The engine with the fewest trajectories, for the length of one trajectory."""
+        client = min(self.clients, key=lambda c: self._load[c.url])
+        self._load[client.url] += 1
+        try:
+            yield client
+        finally:
+            self._load[client.url] -= 1
+
+    def client(self, url: str) -> EngineClient:
+        """The client of one engine.
+
+        Raises:
+            EngineError: no engine has this address.
+        """
+        for client in self.clients:
+            if client.url == url:
+                return client
+        raise EngineError(f"there is no engine {url!r}; the engines are {', '.join(self.urls)}")
+
+    def set_version(self, version: int) -> None:
+        """The trainer has brought every engine to ``version``."""
+        for client in self.clients:
+            client.version = max(client.version, version)
+
+    def death(self) -> EngineError | None:
+        """Why the fleet is incomplete, or None while every engine lives."""
+        for engine in self._engines:
+            if (reason := engine.death()) is not None:
+                return EngineError(f"engine {engine.spec.index} ({engine.url}) died: {reason}")
+        return None
+
+    async def watch(self) -> EngineError:
+        """Return as soon as an engine has died, with its exit code or signal and its last lines."""
+        while (error := self.death()) is None:
+            await asyncio.sleep(_WATCH_S)
+        return error
+
+    async def stop(self, *, grace_s: float = 1.0) -> None:
+        """End every engine, all at once; nothing is left running."""
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+        await asyncio.gather(*(engine.stop(grace_s=grace_s) for engine in self._engines))

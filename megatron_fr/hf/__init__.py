@@ -1,0 +1,1 @@
+"""Hugging Face folders from and to a live Megatron-Core model."""

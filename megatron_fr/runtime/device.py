@@ -1,0 +1,116 @@
+"""The one switch between CPU and GPU code: everything else asks the :class:`Device` it is given."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from megatron_fr.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where one rank computes, and what follows from that."""
+
+    kind: Literal["cpu", "cuda"]
+    torch_device: torch.device
+
+    @property
+    def collective_backend(self) -> Literal["nccl", "gloo"]:
+        """The torch.distributed backend of the trainer's groups."""
+        return "nccl" if self.kind == "cuda" else "gloo"
+
+    def transformer_impl(self, setting: Literal["auto", "te", "local"]) -> Literal["te", "local"]:
+        """Resolve ``model.transformer_impl``: Transformer Engine on GPUs, Megatron's local layers on CPUs.
+
+        Raises:
+            ConfigError: Transformer Engine was asked for, or follows from ``auto``, and cannot be used here.
+        """
+        chosen = setting if setting != "auto" else ("te" if self.kind == "cuda" else "local")
+        if chosen == "te" and self.kind == "cpu":
+            raise ConfigError("model.transformer_impl='te' needs a GPU; set model.transformer_impl=auto or local")
+        if chosen == "te" and importlib.util.find_spec("transformer_engine") is None:
+            raise ConfigError(
+                f"model.transformer_impl={setting!r} needs Transformer Engine, which is not installed; install "
+                "transformer-engine[pytorch], or set model.transformer_impl=local (slower)"
+            )
+        return chosen
+
+
+def resolve_device(setting: Literal["auto", "cpu", "cuda"]) -> Device:
+    """Turn the configuration's ``device`` into this rank's device; on GPUs the one numbered by ``LOCAL_RANK``.
+
+    Raises:
+        ConfigError: ``cuda`` was asked for and there is none, or too few for this rank.
+    """
+    if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
+        return Device("cpu", torch.device("cpu"))
+    if not torch.cuda.is_available():
+        raise ConfigError("device='cuda', but torch finds no usable GPU; set device=auto or device=cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
+    visible = torch.cuda.device_count()
+    if visible == 1:  # a launcher that shows each rank only its own GPU
+        local_rank = 0
+    if local_rank >= visible:
+        raise ConfigError(
+            f"device={setting!r}: local rank {local_rank} has no GPU, {visible} are visible; start fewer ranks"
+        )
+    return Device("cuda", torch.device("cuda", local_rank))
+
+
+def hide_gpu_packages() -> None:
+    """Make optional packages of GPU kernels look as if they were not installed, in a process without a GPU."""
+    # Without a CUDA driver flash_mla raises OSError where Megatron-Core expects ImportError; None makes it the latter.
+    sys.modules.setdefault("flash_mla", None)  # type: ignore[arg-type]
+    # Megatron-Core and SGLang import it where they find it, which takes longer than importing torch.
+    sys.modules.setdefault("flashinfer", None)  # type: ignore[arg-type]
+
+
+def prepare_process(device: Device) -> None:
+    """Do what must happen before the first ``import megatron.core``; safe to call twice.
+
+    Raises:
+        ConfigError: the device is the CPU, but torch sees a GPU, which Megatron-Core would use.
+    """
+    if device.kind == "cuda":
+        torch.cuda.set_device(device.torch_device)
+        return
+    if torch.cuda.is_available():
+        raise ConfigError("device='cpu' on a machine with GPUs: hide them, start with CUDA_VISIBLE_DEVICES='' (empty)")
+    hide_gpu_packages()
+    # Megatron-Core wraps small functions in torch.compile; on a CPU the compile time is all one gets.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    if "torch._dynamo.config" in sys.modules:  # imported earlier, so the variable comes too late
+        setattr(sys.modules["torch._dynamo.config"], "disable", True)  # noqa: B010
+
+
+def split_gpus(visible: Sequence[str], *, trainer_ranks: int, engine_gpus: int) -> tuple[list[str], list[str]]:
+    """Share one machine's GPUs: the first ones for trainer ranks, the next for engines; none serves both.
+
+    Args:
+        visible: names as in ``CUDA_VISIBLE_DEVICES``.
+
+    Raises:
+        ConfigError: there are too few.
+    """
+    if trainer_ranks + engine_gpus > len(visible):
+        raise ConfigError(
+            f"parallel.world_size={trainer_ranks} trainer ranks and rollout.engines x rollout.engine_tp = "
+            f"{engine_gpus} need {trainer_ranks + engine_gpus} GPUs on this machine, {len(visible)} are visible; lower "
+            "one of them, or start trainer and rollout service on machines of their own"
+        )
+    return list(visible[:trainer_ranks]), list(visible[trainer_ranks : trainer_ranks + engine_gpus])
+
+
+def visible_gpus() -> list[str]:
+    """This process's GPUs by the names that ``CUDA_VISIBLE_DEVICES`` takes."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name.strip() for name in named.split(",") if name.strip()]
+    return [str(index) for index in range(torch.cuda.device_count())]

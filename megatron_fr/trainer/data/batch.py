@@ -1,0 +1,240 @@
+"""From trajectories to one rank's micro-batches: padded or packed, split over context ranks, with rank-ordered routes.
+
+Position ``t`` of a trajectory processes token ``t`` and predicts token ``t + 1``. The last token is never processed, so
+a trajectory of ``N`` tokens has ``N - 1`` positions, exactly the rows that its routes have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_fr.trainer.data.context import zigzag_positions
+from megatron_fr.trainer.routing_replay import MicroBatchRoutes, padding_routes
+from megatron_fr.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class RouteShape:
+    """Of the routes that this rank replays: ``columns`` are its MoE layers' places in a trajectory's routes."""
+
+    columns: tuple[int, ...]
+    top_k: int
+    num_experts: int
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """How one rank sees a micro-batch.
+
+    Attributes:
+        packed: sequences stand one after the other in a single row, instead of one padded row each.
+        sequence_rank, sequence_size: the sequence-parallel part whose routes this tensor-parallel rank needs.
+        context_rank, context_size: the zig-zag part whose tokens this rank holds.
+    """
+
+    packed: bool = False
+    sequence_rank: int = 0
+    sequence_size: int = 1
+    context_rank: int = 0
+    context_size: int = 1
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What the length of a whole sequence must be a multiple of, for its own sake."""
+        return 2 * self.context_size if self.context_size > 1 else 1
+
+    @property
+    def row_multiple(self) -> int:
+        """What the length of a whole row must be a multiple of: each context part splits over sequence ranks."""
+        if self.context_size == 1:
+            return self.sequence_size
+        return self.context_size * math.lcm(2, self.sequence_size)
+
+
+@dataclass(frozen=True)
+class RowView:
+    """Where the trajectories of a packed micro-batch are: int64 ``[b, W]`` into its tokens, bool ``[b, W]`` which."""
+
+    index: torch.Tensor
+    valid: torch.Tensor
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        """``[1, c]`` to one row a trajectory, ``[b, W]``; slots that are not valid hold the first token's value."""
+        return tokens.reshape(-1)[self.index]
+
+
+@dataclass
+class MicroBatch:
+    """This rank's tokens, ``r`` rows of ``c``, on the trainer's device. Padded: ``r = b`` trajectories; packed: 1.
+
+    Attributes:
+        tokens, targets: int64 ``[r, c]``.
+        position_ids: int64 ``[r, c]``, position in the trajectory.
+        padding: bool ``[r, c]``, true where no token of a trajectory is processed.
+        action_mask: bool ``[r, c]``, true where the *target* was sampled by the policy.
+        behavior_logprobs: float32 ``[r, c]`` of the target, 0 elsewhere.
+        versions: int32 ``[r, c]`` of the target.
+        advantages: float32 ``[b]``.
+        routes: for routing replay, or None.
+        packed_seq_params: for the attention, or None when padded.
+        rows: from tokens to trajectories, or None when padded.
+    """
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    position_ids: torch.Tensor
+    padding: torch.Tensor
+    action_mask: torch.Tensor
+    behavior_logprobs: torch.Tensor
+    versions: torch.Tensor
+    advantages: torch.Tensor
+    routes: MicroBatchRoutes | None
+    packed_seq_params: PackedSeqParams | None = None
+    rows: RowView | None = None
+
+    @property
+    def num_positions(self) -> int:
+        """``c``."""
+        return self.tokens.shape[1]
+
+    def by_trajectory(self, tokens: torch.Tensor) -> torch.Tensor:
+        """A ``[r, c]`` tensor as ``[b, W]``, one trajectory a row."""
+        return tokens if self.rows is None else self.rows(tokens)
+
+    @property
+    def trajectory_mask(self) -> torch.Tensor:
+        """``action_mask`` as ``[b, W]``, false on slots that hold no token of the trajectory."""
+        mask = self.by_trajectory(self.action_mask)
+        return mask if self.rows is None else mask & self.rows.valid
+
+
+def build_micro_batch(
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[float],
+    *,
+    layout: BatchLayout = BatchLayout(),
+    route_shape: RouteShape | None = None,
+    device: torch.device | str = "cpu",
+) -> MicroBatch:
+    """Lay trajectories out as this rank sees them.
+
+    Args:
+        route_shape: replay routes of this shape; None for no replay. A trajectory without routes uses the live router.
+
+    An empty list gives one sequence without action tokens: its loss is 0 and still connected to the graph.
+    """
+    spans, total = _place(trajectories, layout)
+    columns, lengths = _columns(spans, layout)
+    # Whole micro-batch first, [rows, positions] flattened; each rank then takes its columns.
+    rows = 1 if layout.packed else len(spans)
+    width = rows * total
+    tokens, targets, positions = (np.zeros(width, dtype=np.int64) for _ in range(3))
+    mask, padding = np.zeros(width, dtype=np.bool_), np.ones(width, dtype=np.bool_)
+    behavior = np.zeros(width, dtype=np.float32)
+    versions = np.full(width, -1, dtype=np.int32)
+    for start, length in spans:
+        positions[start : start + length] = np.arange(length)
+    for (start, _), t in zip(spans, trajectories, strict=False):
+        here = slice(start, start + len(t) - 1)
+        tokens[here] = t.tokens[:-1]
+        targets[here] = t.tokens[1:]
+        padding[here] = False
+        mask[here] = t.action_mask[1:]
+        behavior[here] = np.where(t.action_mask[1:], t.behavior_logprobs[1:], 0.0)
+        versions[here] = t.versions[1:]
+
+    def local(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array)[columns].view(rows, -1).to(device)
+
+    return MicroBatch(
+        tokens=local(tokens),
+        targets=local(targets),
+        position_ids=local(positions),
+        padding=local(padding),
+        action_mask=local(mask),
+        behavior_logprobs=local(behavior),
+        versions=local(versions),
+        advantages=torch.tensor(list(advantages) or [0.0], dtype=torch.float32, device=device),
+        routes=_routes(trajectories, spans, columns, rows, layout, route_shape, device) if route_shape else None,
+        packed_seq_params=_packed_params(spans, device) if layout.packed else None,
+        rows=_row_view(lengths, device) if layout.packed else None,
+    )
+
+
+def _place(trajectories: Sequence[Trajectory], layout: BatchLayout) -> tuple[list[tuple[int, int]], int]:
+    """Start and padded length of each sequence in the flattened whole micro-batch, and the length of a row."""
+    lengths = [len(t) - 1 for t in trajectories] or [1]
+    if not layout.packed:
+        width = _round_up(max(lengths), layout.row_multiple)
+        return [(row * width, width) for row in range(len(lengths))], width
+    lengths = [_round_up(n, layout.sequence_multiple) for n in lengths]
+    total = _round_up(sum(lengths), layout.row_multiple)
+    lengths[-1] += total - sum(lengths)
+    starts = np.cumsum([0, *lengths[:-1]]).tolist()
+    return list(zip(starts, lengths, strict=True)), total
+
+
+def _columns(spans: Sequence[tuple[int, int]], layout: BatchLayout) -> tuple[torch.Tensor, list[int]]:
+    """Indices of this rank's tokens in the flattened whole micro-batch, and how many of each sequence there are."""
+    parts = [start + zigzag_positions(length, layout.context_rank, layout.context_size) for start, length in spans]
+    return torch.cat(parts), [len(part) for part in parts]
+
+
+def _row_view(lengths: Sequence[int], device: torch.device | str) -> RowView:
+    slots = torch.arange(max(lengths))
+    starts = torch.tensor(np.cumsum([0, *lengths[:-1]]))
+    valid = slots[None, :] < torch.tensor(lengths)[:, None]
+    index = torch.where(valid, starts[:, None] + slots[None, :], 0)
+    return RowView(index.to(device), valid.to(device))
+
+
+def _packed_params(spans: Sequence[tuple[int, int]], device: torch.device | str) -> PackedSeqParams:
+    """Padding at a sequence's end counts as part of it: causal attention keeps it away from real tokens."""
+    bounds = [start for start, _ in spans] + [sum(spans[-1])]
+    cumulative = torch.tensor(bounds, dtype=torch.int32, device=device)
+    longest = max(length for _, length in spans)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cumulative,
+        cu_seqlens_kv=cumulative,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def _routes(
+    trajectories: Sequence[Trajectory],
+    spans: Sequence[tuple[int, int]],
+    columns: torch.Tensor,
+    rows: int,
+    layout: BatchLayout,
+    shape: RouteShape,
+    device: torch.device | str,
+) -> MicroBatchRoutes:
+    width = sum(spans[-1])
+    experts = padding_routes(width, shape.columns, shape.top_k, shape.num_experts)
+    # Padding is forced, a real token without routes is not.
+    given = torch.ones(width, dtype=torch.bool)
+    counted = torch.zeros(width, dtype=torch.bool)
+    for (start, _), t in zip(spans, trajectories, strict=False):
+        here = slice(start, start + len(t) - 1)
+        if t.routed_experts is None:
+            given[here] = False
+        else:
+            experts[here] = torch.from_numpy(t.routed_experts[:, shape.columns]).to(experts.dtype)
+            counted[here] = True
+    # Routers see tokens sequence-major, and under sequence parallelism a part of the sequence.
+    order = columns.view(rows, -1).T.reshape(-1)
+    size = len(order) // layout.sequence_size
+    mine = order[layout.sequence_rank * size : (layout.sequence_rank + 1) * size]
+    return MicroBatchRoutes(experts[mine].to(device), given[mine].to(device), counted[mine].to(device))
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

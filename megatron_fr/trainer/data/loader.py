@@ -1,0 +1,181 @@
+"""Batches from the rollout service to the ranks: rank 0 leases by metadata, each DP rank fetches its own payloads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_fr.config import RunConfig
+from megatron_fr.errors import MegatronFRError, RolloutEnded
+from megatron_fr.trainer.data.batch import BatchLayout, MicroBatch, RouteShape, build_micro_batch
+from megatron_fr.trainer.data.client import Lease, RolloutClient
+from megatron_fr.trainer.data.packing import assign_to_ranks, plan_micro_batches
+from megatron_fr.trainer.objective import BatchConstants, Objective
+from megatron_fr.trainer.policy import Policy
+from megatron_fr.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One update's data on one rank. ``lease`` and ``signal`` are equal on every rank."""
+
+    lease: Lease
+    constants: BatchConstants
+    signal: bool
+    micro_batches: list[MicroBatch]
+    num_tokens: int  # of the whole batch
+    wait_s: float
+
+
+class Shutdown(Exception):
+    """Rank 0 was asked to stop; raised on every rank at the same place."""
+
+
+class BatchFeed:
+    """One per rank.
+
+    Args:
+        client: of the rollout service.
+        micro_batch_size: trajectories a forward, where ``max_tokens`` is None.
+        max_tokens: tokens a forward, or None.
+        micro_batch_multiple: what their number must be a multiple of.
+        route_shape: of the routes to replay, None without replay.
+        layout: how this rank sees a micro-batch.
+    """
+
+    def __init__(
+        self,
+        client: RolloutClient,
+        objective: Objective,
+        *,
+        micro_batch_size: int,
+        max_tokens: int | None,
+        micro_batch_multiple: int,
+        route_shape: RouteShape | None,
+        layout: BatchLayout,
+        device: torch.device,
+    ) -> None:
+        self._client = client
+        self._objective = objective
+        self._plan: dict[str, Any] = {
+            "micro_batch_size": micro_batch_size,
+            "max_tokens": max_tokens,
+            "multiple_of": micro_batch_multiple,
+        }
+        self._build: dict[str, Any] = {"route_shape": route_shape, "layout": layout, "device": device}
+
+    @classmethod
+    def of(cls, config: RunConfig, policy: Policy, client: RolloutClient, device: torch.device) -> BatchFeed:
+        """The feed of one policy, as the run's configuration says."""
+        return cls(
+            client,
+            policy.objective,
+            micro_batch_size=config.train.micro_batch_size,
+            max_tokens=config.train.max_tokens_per_micro_batch,
+            micro_batch_multiple=config.parallel.pp if config.parallel.vpp > 1 else 1,
+            route_shape=policy.route_shape,
+            layout=policy.layout,
+            device=device,
+        )
+
+    def next(self, version: int, should_stop: Callable[[], bool]) -> Batch:
+        """Wait for the next batch and build this rank's part of it.
+
+        Args:
+            version: of the weights that the batch will update.
+            should_stop: asked on rank 0 while waiting.
+
+        Raises:
+            Shutdown: rank 0 was asked to stop.
+            RolloutEnded: the service cannot go on.
+        """
+        started = time.monotonic()
+        lease: Lease | None = None
+        while lease is None:
+            # In short attempts: a batch may take longer to generate than a collective of the other ranks may wait.
+            stop, lease = from_rank_zero(lambda: self._attempt(version, should_stop))
+            if stop:
+                raise Shutdown
+        wait_s = time.monotonic() - started
+        items = lease.items
+        ranks = parallel_state.get_data_parallel_world_size()
+        shares = assign_to_ranks([i.num_tokens for i in items], ranks)
+        advantages, signal = self._objective.advantages([i.reward for i in items], [i.group_id for i in items])
+        rank = parallel_state.get_data_parallel_rank()
+        mine = shares[rank]
+        trajectories = self._fetch([items[i].id for i in mine])
+        parts = plan_micro_batches([[items[i].num_tokens for i in share] for share in shares], rank, **self._plan)
+        micro_batches = [
+            build_micro_batch([trajectories[k] for k in part], [advantages[mine[k]] for k in part], **self._build)
+            for part in parts
+        ]
+        return Batch(
+            lease=lease,
+            constants=BatchConstants(len(items), sum(i.num_action_tokens for i in items)),
+            signal=signal,
+            micro_batches=micro_batches,
+            num_tokens=sum(i.num_tokens for i in items),
+            wait_s=wait_s,
+        )
+
+    def probe_batch(self, trajectory: Trajectory) -> list[MicroBatch]:
+        """A single trajectory as the micro-batches of a forward without training, the same on every DP rank.
+
+        More than one only where an interleaved pipeline needs it; the others hold no action token.
+        """
+        empty = [build_micro_batch([], [], **self._build) for _ in range(self._plan["multiple_of"] - 1)]
+        return [build_micro_batch([trajectory], [0.0], **self._build), *empty]
+
+    def _attempt(self, version: int, should_stop: Callable[[], bool]) -> tuple[bool, Lease | None]:
+        """Whether to stop, and the lease if there was a full batch within a second."""
+        return (True, None) if should_stop() else (False, self._client.lease(version, wait_s=1.0))
+
+    def _fetch(self, ids: list[str]) -> list[Trajectory]:
+        """The first rank of each model-parallel group asks the service, the others get its copy.
+
+        Raises:
+            RolloutEnded: a group got none; raised on every rank, so that all of them can save together.
+        """
+        source = parallel_state.get_model_parallel_src_rank()
+        group = parallel_state.get_model_parallel_group(check_initialized=False)
+        trajectories: list[Trajectory] = []
+        failure: str | None = None
+        try:
+            trajectories = _from_source(lambda: self._client.fetch(ids), source, group)
+        except MegatronFRError as error:
+            failure = str(error)
+        reasons: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(reasons, failure)
+        if any(reasons):
+            raise RolloutEnded(next(reason for reason in reasons if reason))
+        return trajectories
+
+
+def from_rank_zero[T](make: Callable[[], T]) -> T:
+    """Call ``make`` on global rank 0 and return its result on every rank.
+
+    Raises:
+        MegatronFRError: ``make`` raised one; every rank raises it, so that none is left waiting in a collective.
+    """
+    return _from_source(make, 0, None)
+
+
+def _from_source[T](make: Callable[[], T], source: int, group: dist.ProcessGroup | None) -> T:
+    box: list[Any] = [None, None]
+    if dist.get_rank() == source:
+        try:
+            box[0] = make()
+        except MegatronFRError as error:
+            box[1] = (type(error), str(error))
+    if dist.get_world_size(group) > 1:
+        dist.broadcast_object_list(box, src=source, group=group)
+    if box[1] is not None:
+        kind, message = box[1]
+        raise kind(message)
+    return box[0]

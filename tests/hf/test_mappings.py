@@ -1,0 +1,136 @@
+"""Weight rules on plain tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen3MoeConfig
+
+from megatron_fr.errors import ModelError
+from megatron_fr.hf.export import hf_tensor_specs
+from megatron_fr.models.dims import Dims
+from megatron_fr.models.mappings import QKV, Copy, GatedMLP, RowParallel, Rule, VocabParallel
+from megatron_fr.models.registry import entries, family_of, supported_architectures
+
+DIMS = Dims(layers=2, hidden=6, heads=4, kv_heads=2, head_dim=5, ffn=12, vocab=13, experts=8, moe_ffn=10, top_k=2)
+RULES: list[Rule] = [
+    Copy("norm", ("hf",), ("hidden",)),
+    VocabParallel("embedding", ("hf",)),
+    RowParallel("proj", ("hf",), ("hidden", "q_size")),
+    GatedMLP("fc1", ("gate", "up"), "ffn"),
+    QKV("qkv", ("q", "k", "v")),
+    QKV("qkv", ("q", "k", "v"), bias=True),
+]
+
+
+def _numbered(rule: Rule) -> list[torch.Tensor]:
+    """Tensors of which every element is different, also between tensors."""
+    tensors, first = [], 1
+    for shape in rule.hf_shapes(DIMS):
+        count = torch.Size(shape).numel()
+        tensors.append(torch.arange(first, first + count, dtype=torch.float32).reshape(shape))
+        first += count
+    return tensors
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+def test_gathering_undoes_sharding(rule: Rule, size: int) -> None:
+    whole = _numbered(rule)
+    shards = [rule.shard(whole, DIMS, rank, size) for rank in range(size)]
+    assert len({shard.shape for shard in shards}) == 1
+    for wanted, found in zip(whole, rule.gather(shards, DIMS), strict=True):
+        assert torch.equal(wanted, found)
+
+
+def test_qkv_rows_are_grouped_by_kv_head() -> None:
+    q, k, v = (torch.full((heads, 5), 0.0) for heads in (4, 2, 2))
+    for tensor, base in ((q, 10), (k, 20), (v, 30)):
+        tensor += base + torch.arange(len(tensor))[:, None]
+    sources = [tensor.reshape(-1, 1).expand(-1, DIMS.hidden) for tensor in (q, k, v)]
+    shard = QKV("qkv", ("q", "k", "v")).shard(sources, DIMS, 1, 2)
+    assert shard[::5, 0].tolist() == [12, 13, 21, 31]
+
+
+def test_a_rank_holds_its_chunk_of_gate_above_its_chunk_of_up() -> None:
+    gate, up = torch.arange(12.0), 100 + torch.arange(12.0)
+    shard = GatedMLP("fc1", ("gate", "up"), "ffn").shard([gate, up], DIMS, 1, 2)
+    assert shard.tolist() == [*range(6, 12), *range(106, 112)]
+
+
+def test_padding_rows_of_the_vocabulary_are_zero_and_never_exported() -> None:
+    rule = VocabParallel("embedding", ("hf",))
+    whole = _numbered(rule)
+    shards = [rule.shard(whole, DIMS, rank, 4) for rank in range(4)]  # 13 rows, padded to 16
+    assert [len(shard) for shard in shards] == [4, 4, 4, 4]
+    assert not shards[3][1:].any()
+    shards[3][1:] = 99
+    assert torch.equal(rule.gather(shards, DIMS)[0], whole[0])
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [  # the published parameter counts
+        (
+            Qwen3MoeConfig(
+                architectures=["Qwen3MoeForCausalLM"],
+                vocab_size=151936,
+                hidden_size=2048,
+                intermediate_size=6144,
+                num_hidden_layers=48,
+                num_attention_heads=32,
+                num_key_value_heads=4,
+                head_dim=128,
+                moe_intermediate_size=768,
+                num_experts=128,
+                num_experts_per_tok=8,
+            ),
+            30_532_122_624,
+        ),
+        (
+            Qwen2Config(
+                architectures=["Qwen2ForCausalLM"],
+                vocab_size=152064,
+                hidden_size=3584,
+                intermediate_size=18944,
+                num_hidden_layers=28,
+                num_attention_heads=28,
+                num_key_value_heads=4,
+            ),
+            7_615_616_512,
+        ),
+        (
+            Qwen2Config(
+                architectures=["Qwen2ForCausalLM"],
+                vocab_size=151936,
+                hidden_size=1536,
+                intermediate_size=8960,
+                num_hidden_layers=28,
+                num_attention_heads=12,
+                num_key_value_heads=2,
+                tie_word_embeddings=True,
+            ),
+            1_543_714_304,
+        ),
+    ],
+    ids=["Qwen3-30B-A3B", "Qwen2.5-7B", "Qwen2.5-1.5B"],
+)
+def test_tensor_specs_have_the_published_number_of_parameters(config: object, parameters: int) -> None:
+    specs = hf_tensor_specs(config, torch.bfloat16)
+    assert sum(spec.num_bytes for spec in specs) == 2 * parameters
+    assert len({spec.name for spec in specs}) == len(specs)
+
+
+def test_tensors_that_engines_fuse_follow_each_other() -> None:
+    config = Qwen2Config(architectures=["Qwen2ForCausalLM"], num_hidden_layers=1)
+    names = [name for entry in entries(config) for name in entry.hf]
+    for parts in (("q_proj.weight", "k_proj.weight", "v_proj.weight"), ("gate_proj.weight", "up_proj.weight")):
+        first = next(i for i, name in enumerate(names) if name.endswith(parts[0]))
+        assert [name.split(".", 4)[-1] for name in names[first : first + len(parts)]] == list(parts)
+
+
+def test_an_unknown_architecture_is_refused_with_the_supported_ones() -> None:
+    assert supported_architectures() == ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"]
+    config = Qwen2Config(architectures=["LlamaForCausalLM"])
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM.*Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM"):
+        family_of(config)
