@@ -33,7 +33,7 @@ class Job:
     def groups(self) -> list[int]:
         """What decides about process groups."""
         p = self.config().parallel
-        return [p.tensor, p.pipeline, p.virtual_pipeline, p.context, p.expert, p.expert_tensor]
+        return [p.tp, p.pp, p.vpp, p.cp, p.ep, p.etp]
 
     def config(self) -> RunConfig:
         """The run's configuration."""

@@ -313,8 +313,8 @@ def test_the_batch_is_what_a_real_one_takes(packed: bool) -> None:
 
 def test_every_layout_listed_divides_the_model_and_the_ranks() -> None:
     layouts = legal_layouts(PUBLISHED["Qwen3-30B-A3B"], run_config(), 16)
-    assert any((p.tensor, p.expert, p.pipeline) == (4, 8, 2) for p in layouts)
-    assert all(4 % p.tensor == 0 and 48 % p.pipeline == 0 and 128 % p.expert == 0 for p in layouts)
+    assert any((p.tp, p.ep, p.pp) == (4, 8, 2) for p in layouts)
+    assert all(4 % p.tp == 0 and 48 % p.pp == 0 and 128 % p.ep == 0 for p in layouts)
 
 
 def test_layouts_keep_what_else_the_configuration_says_and_are_those_that_the_trainer_accepts() -> None:
