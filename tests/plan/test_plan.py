@@ -332,7 +332,7 @@ def test_layouts_keep_what_else_the_configuration_says_and_are_those_that_the_tr
         except (ValidationError, ConfigError):
             continue
         accepted.append(parallel)
-    assert {p.data for p in accepted} == {1, 2}
+    assert {p.dp for p in accepted} == {1, 2}
     assert legal_layouts(model, config, 8) == accepted
 
 
