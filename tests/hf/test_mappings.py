@@ -137,11 +137,10 @@ def test_an_unknown_architecture_is_refused_with_the_supported_ones() -> None:
 
 def test_a_mixture_of_experts_is_never_taken_for_a_dense_model() -> None:
     config = Glm4MoeConfig(architectures=["Qwen3ForCausalLM"], rope_theta=1e4)
-    with pytest.raises(ModelError, match=r"partial_rotary_factor=0\.5.* unknown"):
+    with pytest.raises(ModelError, match="unknown") as caught:
         model_spec(config)
-    config = Glm4MoeConfig(architectures=["Qwen3ForCausalLM"], rope_theta=1e4, partial_rotary_factor=1.0)
-    with pytest.raises(ModelError, match=r"moe_intermediate_size=1408.* unknown"):
-        model_spec(config)
+    for field in ("rope_parameters.partial_rotary_factor=0.5", "n_routed_experts=128", "n_shared_experts=1"):
+        assert field in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [None, False, 0, 0.0, 1.0, "", [], {}])
@@ -153,5 +152,5 @@ def test_an_unknown_field_whose_value_turns_its_feature_off_is_accepted(value: o
 @pytest.mark.parametrize("value", [True, 1, 0.5, "linear", [1], {"a": 0}])
 def test_an_unknown_field_with_another_value_is_refused_by_name(value: object) -> None:
     config = Qwen2Config(architectures=["Qwen2ForCausalLM"], num_hidden_layers=1, some_feature=value)
-    with pytest.raises(ModelError, match=r"config\.json of a qwen2: the field some_feature=.* remove it"):
+    with pytest.raises(ModelError, match=r"config\.json of a qwen2: some_feature=.* remove it"):
         model_spec(config)

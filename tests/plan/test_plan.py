@@ -180,7 +180,7 @@ def test_layers_keep_what_real_ones_keep(tmp_path: Path) -> None:
     )
     for (name, layout), kept in zip(layouts, real, strict=True):
         parallel, ranks = ParallelConfig(world_size=2, **layout), layout.get("tp", 1)
-        one, two = (activation_bytes(model, config, parallel, 0) / 4 / tokens for model in models[name])
+        one, two = (activation_bytes(model_spec(m), config, parallel, 0) / 4 / tokens for m in models[name])
         # What only unfused layers keep: normalised inputs of norms, the rotation's factors, the steps of SwiGLU.
         norms = 2 * hidden + (q + kv if name == "moe" else 0)
         unfused = norms / ranks + 4 * head_dim + (3 * inner / ranks if name == "moe" else 2 * ffn)
