@@ -154,3 +154,34 @@ def test_an_unknown_field_with_another_value_is_refused_by_name(value: object) -
     config = Qwen2Config(architectures=["Qwen2ForCausalLM"], num_hidden_layers=1, some_feature=value)
     with pytest.raises(ModelError, match=r"config\.json of a qwen2: some_feature=.* remove it"):
         model_spec(config)
+
+
+GLM = {"architectures": ["Glm4MoeForCausalLM"], "num_hidden_layers": 3, "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
+        ({"n_group": 4}, "n_group=4 is not supported"),
+        ({"topk_group": 2}, "topk_group=2 is not supported"),
+        ({"n_shared_experts": 0}, "n_shared_experts is 0, expected 1 or more"),
+        ({"q_lora_rank": 512}, "q_lora_rank=512: unknown"),
+        ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn' is not supported"),
+    ],
+)
+def test_a_glm_with_another_option_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        model_spec(Glm4MoeConfig(**GLM | changes))
+
+
+def test_a_glm_reads_its_dense_layers_and_rotates_half_of_each_head() -> None:
+    spec = model_spec(Glm4MoeConfig(**GLM, first_k_dense_replace=2, num_nextn_predict_layers=1))
+    assert spec.moe_layers == (2,)
+    assert spec.rotary_percent == 0.5
+    assert spec.unused_tensors == ("model.layers.3.",)
+    held = {entry.param for entry in spec.parameters()}
+    assert "decoder.layers.2.mlp.router.expert_bias" in held
+    assert "decoder.layers.1.mlp.linear_fc1.weight" in held
+    assert "decoder.layers.1.mlp.router.weight" not in held
