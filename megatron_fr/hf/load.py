@@ -25,8 +25,8 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 def load_hf_weights(chunks: Sequence[torch.nn.Module], spec: ModelSpec, path: str | Path) -> None:
     """Fill this rank's parameters, reading only the slices it holds, one parameter at a time. No collective.
 
-    Tensors are cast to the parameters' dtype; a warning counts those that the model does without. The folder's names and
-    shapes are checked in full on every rank, before anything is read, so that all ranks fail alike.
+    Tensors are cast to the parameters' dtype; a warning counts those that the model does without. The folder's names
+    and shapes are checked in full on every rank, before anything is read, so that all ranks fail alike.
 
     Raises:
         ModelError: names the file and the tensor that is missing, left over, damaged or of another shape.
