@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -11,6 +11,15 @@ class Section(BaseModel):
     """Strict and immutable: an unknown field is an error, and nothing changes after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_truth_values_as_numbers(cls, values: Any) -> Any:
+        """Pydantic takes true for 1; as text it is refused by the field's name."""
+        if not isinstance(values, dict):
+            return values
+        numbers = {n for n, f in cls.model_fields.items() if {f.annotation, *get_args(f.annotation)} & {int, float}}
+        return {n: str(v).lower() if isinstance(v, bool) and n in numbers else v for n, v in values.items()}
 
 
 class ModelConfig(Section):
