@@ -46,7 +46,7 @@ class RunConfig(Section):
     """Everything one run needs; see the sections for their fields."""
 
     seed: int = Field(0, ge=0, description="seed of prompt order, sampling and initialisation")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where trainer and engines compute; auto takes GPUs if there are any")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs if there are any")
     output: Path = Field(Path("runs/default"), description="folder of metrics, logs, checkpoints and the picture")
     model: ModelConfig
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
