@@ -87,7 +87,8 @@ def main() -> int:
             print(f"   {lines:5d}  megatron_fr/{name}")
     in_package = sum(map(count_lines, PACKAGE.rglob("*.py")))
     print(
-        f"{on_path} lines on the path (at most {MOST_ON_PATH}), {in_package} in megatron_fr/ (at most {MOST_IN_PACKAGE})"
+        f"{on_path} lines on the path (at most {MOST_ON_PATH}), "
+        f"{in_package} in megatron_fr/ (at most {MOST_IN_PACKAGE})"
     )
     return int(on_path > MOST_ON_PATH or in_package > MOST_IN_PACKAGE)
 
