@@ -24,7 +24,7 @@ from megatron_fr.config import RunConfig
 from megatron_fr.errors import CheckpointError, ModelError
 from megatron_fr.hf.folder import copy_other_files
 from megatron_fr.hf.to_megatron import HF_FILES
-from megatron_fr.trainer.data.loader import from_rank_zero
+from megatron_fr.runtime.collectives import from_rank_zero
 from megatron_fr.trainer.policy import Policy
 
 
