@@ -19,6 +19,7 @@ from megatron_fr.config import RunConfig
 from megatron_fr.engines.fleet import Fleet
 from megatron_fr.engines.probe import probe_engine
 from megatron_fr.errors import MegatronFRError, RolloutEnded
+from megatron_fr.hf.folder import read_spec
 from megatron_fr.rollout import setup
 from megatron_fr.rollout.endpoints import Endpoints
 from megatron_fr.rollout.episode import EpisodeRunner
@@ -93,7 +94,7 @@ class RolloutService:
     async def _start(self) -> None:
         config, rollout = self._config, self._config.rollout
         device = resolve_device(config.device)
-        limits = setup.model_limits(setup.load_hf_config(config.model.path), rollout.max_context)
+        limits = setup.model_limits(read_spec(config.model.path), rollout.max_context)
         want_routes = setup.wants_routes(config, limits)
         tokenizer = setup.load_tokenizer(config.model.path)
         prompts = load_prompts(config.data.train, config.data.train_split)

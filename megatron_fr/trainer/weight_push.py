@@ -54,7 +54,7 @@ class WeightSync:
         if dist.get_rank() == 0:
             self._publisher = WeightPublisher(
                 self._engines,
-                layout=engine_layout(policy.hf_config, device.kind),
+                layout=engine_layout(policy.spec, device.kind),
                 verify=config.sync.verify,
                 dtype=config.model.dtype,
                 engine_world_size=config.rollout.engine_tp,
