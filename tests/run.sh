@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, formatting, types and tests, in three tiers. Arguments after the tier go to pytest.
+# Lint, formatting, import contracts, types and tests, in three tiers. Arguments after the tier go to pytest.
 #
 #   tests/run.sh --fast      under 2 minutes: no engines, no trainer ranks, no whole runs
 #   tests/run.sh             at most 15 minutes: also engines, layouts and the main job
@@ -32,6 +32,7 @@ export OMP_NUM_THREADS=1
 lint() {
   echo "ruff check" && "$python" -m ruff check . &&
     echo "ruff format" && "$python" -m ruff format --check . &&
+    echo "import contracts" && "${python%/*}/lint-imports" --no-logo &&
     echo "mypy" && "$python" -m mypy
 }
 

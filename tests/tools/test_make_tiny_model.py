@@ -119,6 +119,7 @@ def run_tool_here(*arguments: str) -> str:
     return said.getvalue()
 
 
+@pytest.mark.slow
 def test_the_tool_writes_a_complete_folder_once(tmp_path: Path) -> None:
     out = tmp_path / "tiny"
     arguments = [str(out), "--steps", "3", "--prompts", "20", "--eval-prompts", "8", "--evaluate", "4"]
@@ -157,6 +158,7 @@ def test_the_same_recipe_gives_the_same_policy(tmp_path: Path) -> None:
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_the_tool_leaves_a_folder_of_somebody_else_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("keep")
     done = run_tool(str(tmp_path), "--steps", "1")
