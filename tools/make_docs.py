@@ -14,10 +14,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from megatron_fr.config import RunConfig  # noqa: E402
-from megatron_fr.observe.catalogue import EVALUATION, METRICS  # noqa: E402
+from megatron_fr.config import RunConfig
+from megatron_fr.observe.catalogue import EVALUATION, METRICS
 
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _NOTE = "<!-- Made by tools/make_docs.py: do not edit. -->"
