@@ -81,9 +81,7 @@ class Supervisor:
     def _run(self) -> int:
         rollout = self._config.rollout
         if self._config.checkpoint.resume == "auto":
-            self._resume = newest_usable(self._output, stop=lambda: self._signals > 0)
-            if self._signals:
-                return 0
+            self._resume = newest_usable(self._output)
             if self._resume is not None:
                 print(f"going on from {self._resume}; checkpoint.resume=never starts anew", flush=True)
         print(f"starting {rollout.engines} engine(s); logs in {self._logs}", flush=True)
@@ -119,7 +117,7 @@ class Supervisor:
 
     def _start_ranks(self, url_file: Path, port: int) -> None:
         world = self._config.parallel.world_size
-        resume = ["--resume", "never"] if self._resume is None else ["--resume", str(self._resume), "--resume-checked"]
+        resume = ["--resume", "never" if self._resume is None else str(self._resume)]
         for rank in range(world):
             self._ranks.append(
                 self._spawn(

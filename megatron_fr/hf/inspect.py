@@ -57,7 +57,7 @@ def _megatron(folder: Path, tensors: bool, sums: bool) -> list[str]:
     pieces = sum(len(entry.chunks) for entry in files.tensors.values())
     lines = [f"{folder}: Megatron torch_dist checkpoint, {pieces} pieces", *_totals(weights)]
     if summed:
-        lines.append(f"  every file has the SHA-256 sum that {MANIFEST_FILE} says")
+        lines.append(f"  every file has the size that {MANIFEST_FILE} says")
     elif (folder / MANIFEST_FILE).is_file():
         lines.append("  sizes compared, SHA-256 sums not")
     else:
