@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megatron_fr.checkpoint.state import Pieces, adam_step, local_pieces, set_adam_step
 from megatron_fr.errors import CheckpointError, ModelError
-from megatron_fr.trainer.data.loader import from_rank_zero
+from megatron_fr.runtime.collectives import from_rank_zero
 from megatron_fr.trainer.policy import Policy
 
 #: Ranks may finish their files this far apart.

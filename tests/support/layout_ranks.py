@@ -232,7 +232,7 @@ def go_on(model: str, output: str) -> dict[str, Any]:
     from megatron_fr.checkpoint.training import TrainingCheckpoints
     from megatron_fr.config.sections import CheckpointConfig
     from megatron_fr.errors import CheckpointError
-    from megatron_fr.hf.folder import read_hf_config
+    from megatron_fr.hf.folder import read_spec
 
     policy = _policy(model, {}, "float32")
     config = run_config(Path(model), {}).model_copy(
@@ -284,7 +284,7 @@ def go_on(model: str, output: str) -> dict[str, Any]:
         settings = json.loads((other / "config.json").read_text())
         assert settings[name] != value
         (other / "config.json").write_text(json.dumps(settings | {name: value}))
-        changed = replace(policy, hf_config=read_hf_config(other), source=other)
+        changed = replace(policy, spec=read_spec(other), source=other)
         refused(name, partial(load, changed))
     other = Path(shutil.copytree(model, f"{output}-tokenizer"))
     (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + "\n")
@@ -297,7 +297,7 @@ def go_on(model: str, output: str) -> dict[str, Any]:
     # As an older version wrote it: manifest and record, a bit of a tensor later changed.
     record = json.loads((first / "run.json").read_text())
     del record["fixed"]["rollout.temperature"]
-    for name in ("rope_theta", "rope_parameters", "rms_norm_eps", "tie_word_embeddings", "tokenizer.json"):
+    for name in ("rope_theta", "norm_eps", "tie", "tokenizer.json"):
         del record["fixed"]["model"][name]
     (first / "run.json").write_text(json.dumps(record))
     manifest = json.loads((first / "manifest.json").read_text())
