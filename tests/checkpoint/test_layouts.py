@@ -99,6 +99,27 @@ def test_weights_and_moments_survive_every_change_of_layout_bit_by_bit(tmp_path:
     check_conversion(run, found[tp]["weights"], Path(model), tmp_path)
 
 
+@pytest.mark.slow
+def test_a_correction_bias_is_saved_in_float32_and_loaded_in_another_layout(tmp_path: Path) -> None:
+    folder = make_untrained(tmp_path / "glm", family="glm4_moe", vocab_size=VOCAB)
+    model, saved, again = str(folder), str(tmp_path / "tp"), str(tmp_path / "ep")
+    jobs: list[Job] = [
+        (model, {"world_size": 2, "tp": 2}, "bfloat16", None, saved),
+        (model, {"world_size": 2, "ep": 2}, "bfloat16", saved, again),
+    ]
+    (before, after), _ = run_ranks(pass_on, 2, jobs=jobs)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    bias = load_file(folder / "model.safetensors")[name]
+    assert bias.dtype == torch.float32
+    assert torch.equal(before["weights"][name], bias)
+    assert before["weights"].keys() == after["weights"].keys()
+    for key, value in before["weights"].items():
+        assert torch.equal(after["weights"][key], value), key
+    first, second = run_ranks(whole_tensors, 1, folders=[saved, again])[0]
+    assert torch.equal(first["decoder.layers.1.mlp.router.expert_bias"], bias)
+    assert first.keys() == second.keys()
+
+
 def check_files(run: Path, split: Path) -> None:
     """The manifest says each file's size, and each of four ranks wrote its own share.
 
