@@ -167,7 +167,7 @@ def run_case(
             policy = build_policy(config, device)
             for kind in kinds:
                 client: Any = ListedBatch(make_trajectories(hf_config, kind))
-                loader = BatchLoader.of(config, policy, client, device.torch_device)
+                loader = BatchLoader(config, policy, client, device.torch_device)
 
                 def ours(policy: Any = policy, loader: Any = loader) -> None:
                     batch = loader.lease(0)
