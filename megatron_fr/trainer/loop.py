@@ -122,6 +122,7 @@ class TrainerLoop:
                     self._checkpoints.begin(update=self._update, version=self._version, score=self._score)
                 if self._due(config.checkpoint.hf_every):
                     self.save_hf()
+            self._sync.finish_probe()  # the last version's
         except Shutdown:
             if self._first_rank:
                 print(f"asked to stop after update {self._update}: saving a checkpoint", flush=True)
@@ -211,6 +212,7 @@ class TrainerLoop:
     def _one_update(self) -> dict[str, float]:
         started = time.monotonic()
         batch = self._feed.next(self._version, lambda: bool(self._stop))
+        probe = self._sync.finish_probe()  # before the step: these are still the weights that it is of
         report = self._train(batch)
         self._update += 1  # from here on these are the weights, whatever becomes of their sync
         sync: SyncMetrics | None = None
@@ -227,13 +229,14 @@ class TrainerLoop:
             **batch.lease.metrics,
             **report.metrics,
             **_sync_row(sync),
+            **probe,
             "train/stepped": float(report.stepped),
             "train/tokens_per_s": batch.num_tokens / seconds,
             "time/wait": batch.wait_s,
             "time/forward_backward": report.forward_backward_s,
             "time/optimizer": report.optimizer_s,
             "time/sync": sync.seconds if sync else 0.0,
-            "time/probe": sync.probe_s if sync else 0.0,
+            "time/probe": probe.get("time/probe", 0.0),
             "time/update": seconds,
             "time/trainer_idle": batch.wait_s / seconds,
         }

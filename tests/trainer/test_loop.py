@@ -72,7 +72,7 @@ def make_loop(output: Path, *, evaluate_s: float = 0.0, broken_from: int = 10**9
     step = SimpleNamespace(update=update, skip=lambda: None)
     loop._policy = SimpleNamespace(step=step, save_hf=lambda folder: loop.saved.append(folder.name))
     loop._client = SimpleNamespace(evaluate=evaluate, start=lambda _: None, commit=lambda *_, **__: None)
-    loop._sync = SimpleNamespace(push=push)
+    loop._sync = SimpleNamespace(push=push, finish_probe=dict)
     loop._feed = SimpleNamespace(next=next_batch)
     loop.finished = []
     finish = lambda: loop.finished.append(loop._update)  # noqa: E731
