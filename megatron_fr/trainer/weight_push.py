@@ -19,9 +19,10 @@ from megatron.core import parallel_state
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import RequestFailed, SyncError
 from megatron_fr.hf.export import hf_tensor_specs
+from megatron_fr.runtime.collectives import from_rank_zero
 from megatron_fr.runtime.device import Device
 from megatron_fr.trainer.data.client import RolloutClient
-from megatron_fr.trainer.data.loader import BatchFeed, from_rank_zero
+from megatron_fr.trainer.data.loader import BatchLoader
 from megatron_fr.trainer.policy import Policy
 from megatron_fr.trajectory import Trajectory
 from megatron_fr.weight_sync.engines import EngineCalls
@@ -29,18 +30,6 @@ from megatron_fr.weight_sync.publisher import SyncReport, WeightPublisher
 from megatron_fr.weight_sync.transport import TransportContext
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SyncMetrics:
-    """Of one sync: seconds, those of the check among them, bytes; of a probe that was waited for its seconds and mean
-    |log-probability difference| (None: it is pending, or there is none)."""
-
-    seconds: float
-    verify_s: float
-    num_bytes: int
-    probe_s: float
-    probe_difference: float | None
 
 
 @dataclass(frozen=True)
@@ -64,11 +53,11 @@ class WeightSync:
     """
 
     def __init__(
-        self, config: RunConfig, device: Device, policy: Policy, feed: BatchFeed, client: RolloutClient, host: str
+        self, config: RunConfig, device: Device, policy: Policy, loader: BatchLoader, client: RolloutClient, host: str
     ) -> None:
         self._config = config
         self._policy = policy
-        self._feed = feed
+        self._loader = loader
         self._client = client
         self._engines: list[str] = from_rank_zero(lambda: list(client.status()["engines"]))
         self._pushes = 0
@@ -76,10 +65,13 @@ class WeightSync:
         self._publisher: WeightPublisher | None = None
         from_rank_zero(lambda: self._connect(device.collective_backend, host))
 
-    def push(self, version: int) -> SyncMetrics:
-        """Bring every engine to ``version``, and begin to compare its fresh tokens; the first push also ends that.
+    def push(self, version: int) -> dict[str, float]:
+        """Bring every engine to ``version``, and ask one for fresh tokens; the first push waits for them.
 
         A collective. :meth:`finish_probe` must have ended the last probe.
+
+        Returns:
+            metrics of the sync, and of the first push's probe.
 
         Raises:
             SyncError: the engines did not take the weights, or hold something else.
@@ -89,14 +81,13 @@ class WeightSync:
         first = self._pushes == 0
         started = time.monotonic()
         report = self._publish(version, passes=2 if first and self._config.sync.verify else 1)
-        seconds = time.monotonic() - started
+        metrics = {"sync/verify_s": report.verify_s, "sync/bytes": float(report.num_bytes)}
+        metrics["sync/seconds"] = time.monotonic() - started
         if self._config.sync.probe_tokens:
             engine = self._engines[self._pushes % len(self._engines)]
             self._pending = Probe(engine, version, self._ask_in_thread(engine) if dist.get_rank() == 0 else None)
         self._pushes += 1
-        probe = self.finish_probe() if first else {}
-        difference = probe.get("sync/probe_logprob_diff")
-        return SyncMetrics(seconds, report.verify_s, report.num_bytes, probe.get("time/probe", 0.0), difference)
+        return metrics | self.finish_probe() if first else metrics
 
     def finish_probe(self) -> dict[str, float]:
         """Compare the last push's fresh tokens with this model, which must still have the weights of that push.
@@ -144,7 +135,7 @@ class WeightSync:
         """On rank 0."""
         config, policy = self._config, self._policy
         # Of the names and shapes alone; a push has the dtype of the parameters.
-        specs = hf_tensor_specs(policy.hf_config, torch.float32)
+        specs = hf_tensor_specs(policy.spec, torch.float32)
         self._publisher = WeightPublisher(
             TransportContext(
                 engines=EngineCalls(self._engines, config.sync.timeout_s),
@@ -217,7 +208,7 @@ class WeightSync:
 
     def _difference(self, trajectory: Trajectory) -> tuple[float, int]:
         """Mean |log-probability difference| in nats between engine and trainer, and over how many tokens."""
-        batch = self._feed.probe_batch(trajectory)
+        batch = self._loader.probe_batch(trajectory)
         logprobs = self._policy.step.logprobs(batch)
         total = torch.zeros(2, dtype=torch.float64, device=batch[0].tokens.device)
         if logprobs and parallel_state.get_tensor_model_parallel_rank() == 0:

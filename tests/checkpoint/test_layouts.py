@@ -14,12 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-sys.path.insert(0, str(Path(__file__).parent))
-from layout_ranks import Job, failing_writes, go_on, pass_on, pass_on_and_save_run, save_on_small_disk, whole_tensors
-from parallel_launch import run_ranks
-from silly_rename import silly_rename
-from small_disk import SmallDisk
-
 from megatron_fr.checkpoint.store import (
     all_checkpoints,
     problem,
@@ -29,6 +23,18 @@ from megatron_fr.checkpoint.store import (
 )
 from megatron_fr.errors import CheckpointError
 from megatron_fr.tiny import make_untrained
+from tests.support.layout_ranks import (
+    Job,
+    failing_writes,
+    go_on,
+    pass_on,
+    pass_on_and_save_run,
+    save_on_small_disk,
+    whole_tensors,
+)
+from tests.support.parallel_launch import run_ranks
+from tests.support.silly_rename import silly_rename
+from tests.support.small_disk import SmallDisk
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -206,9 +212,9 @@ def test_going_on_from_an_older_one_or_with_another_model_of_equal_sizes(tmp_pat
     ]
     for name, change in (
         ("rope_parameters", "model.rope_theta: 10000.0 then, 20000.0 now"),
-        ("rms_norm_eps", "model.rms_norm_eps: 1e-06 then, 1e-05 now"),
-        ("norm_topk_prob", "model.norm_topk_prob: True then, False now"),
-        ("tie_word_embeddings", "model.tie_word_embeddings: False then, True now"),
+        ("rms_norm_eps", "model.norm_eps: 1e-06 then, 1e-05 now"),
+        ("norm_topk_prob", "model.moe_router_pre_softmax: False then, True now"),
+        ("tie_word_embeddings", "model.tie: False then, True now"),
         ("temperature", "rollout.temperature: 1.0 then, 0.7 now"),
     ):
         assert f"is of another run ({change}); undo the change" in errors[name], errors[name]

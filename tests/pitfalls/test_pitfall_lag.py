@@ -9,16 +9,11 @@ import asyncio
 import itertools
 import random
 import selectors
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
-from samples import trajectory
 
 from megatron_fr.agents.contract import Prompt
 from megatron_fr.rollout.metrics import batch_metrics
@@ -26,6 +21,7 @@ from megatron_fr.rollout.queue import TrajectoryQueue
 from megatron_fr.rollout.runner import RunnerPool
 from megatron_fr.rollout.staleness import StalenessGate
 from megatron_fr.trajectory import NO_VERSION, ModelLimits, Trajectory
+from tests.support.samples import trajectory
 
 LIMITS = ModelLimits(vocab_size=100, max_context=16)
 BATCH = 8
@@ -77,8 +73,8 @@ def train(*, runners: int, update_s: float, max_policy_lag: int = 100, seed: int
     async def body() -> None:
         version = 0
 
-        class Player:
-            async def play(self, prompt: Prompt, *, trajectory_id: str, group_id: str, queued_s: float) -> Trajectory:
+        class Episodes:
+            async def run(self, prompt: Prompt, *, trajectory_id: str, group_id: str, queued_s: float) -> Trajectory:
                 """Weights may change between any two of the eight tokens, of which the policy samples four."""
                 duration = durations.lognormvariate(-0.32, 0.8)
                 versions = [NO_VERSION] * 4
@@ -105,7 +101,7 @@ def train(*, runners: int, update_s: float, max_policy_lag: int = 100, seed: int
             on_drop=gate.drop,
         )
         pool = RunnerPool(
-            Player(),  # type: ignore[arg-type]
+            Episodes(),  # type: ignore[arg-type]
             (Prompt(f"p{i}", ()) for i in itertools.count()),
             gate,
             queue,

@@ -1,18 +1,14 @@
 from __future__ import annotations
 
 import logging
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from samples import trajectory
-
 from megatron_fr.errors import RolloutEnded, TrajectoryError
-from megatron_fr.rollout.queue import Batch, TrajectoryQueue
+from megatron_fr.rollout.queue import LeasedBatch, TrajectoryQueue
 from megatron_fr.trajectory import ModelLimits
+from tests.support.samples import trajectory
 
 LIMITS = ModelLimits(vocab_size=100, max_context=8, num_moe_layers=2, top_k=2, num_experts=4)
 
@@ -33,7 +29,7 @@ def make(batch_size: int, group_size: int = 1, lag: int = 1) -> tuple[Trajectory
     return queue, drops
 
 
-def ids(batch: Batch | None) -> list[str]:
+def ids(batch: LeasedBatch | None) -> list[str]:
     assert batch is not None
     return [t.id for t in batch.trajectories]
 

@@ -14,12 +14,6 @@ import numpy as np
 import pytest
 from safetensors.torch import save_file
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "weight_sync"))
-from contexts import make_context, weights
-from hf_reference import forward, next_logprobs
-from test_session import PROMPT, check, connect, finish, load_weights, post
-
 from megatron_fr.config.sections import SyncConfig
 from megatron_fr.engines.engine import Engine
 from megatron_fr.errors import SyncError
@@ -28,6 +22,9 @@ from megatron_fr.trajectory import ModelLimits, Trajectory
 from megatron_fr.weight_sync.broadcast import BroadcastTransport
 from megatron_fr.weight_sync.buckets import Bucket
 from megatron_fr.weight_sync.publisher import WeightPublisher
+from tests.rollout.test_session import PROMPT, check, connect, finish, load_weights, post
+from tests.support.hf_reference import forward, next_logprobs
+from tests.support.transports import make_context, weights
 
 pytestmark = pytest.mark.slow
 
@@ -157,7 +154,7 @@ def test_the_first_sync_names_what_the_engine_dropped_where_fresh_tokens_do_not_
     engine: Engine, limits: ModelLimits, models: list[Path], publisher: Publisher, tmp_path: Path
 ) -> None:
     after = moved(models[0], tmp_path / "moved")
-    made = publisher(transport="test_weight_push:Renaming")
+    made = publisher(transport="tests.rollout.test_weight_push:Renaming")
     version = version_of(engine, limits) + 1
 
     def dropping(dropped: Callable[[str], bool], pushes: int) -> str:

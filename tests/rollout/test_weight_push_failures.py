@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,17 +13,14 @@ import psutil
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "weight_sync"))
-from conftest import family_of
-from contexts import make_context, weights
-from test_session import check, connect, load_weights, post
-from test_weight_push import go_on, sample, version_of
-
 from megatron_fr.engines.engine import Engine, EngineSpec
 from megatron_fr.errors import SyncError
 from megatron_fr.trajectory import ModelLimits
 from megatron_fr.weight_sync.publisher import WeightPublisher
+from tests.rollout.conftest import family_of
+from tests.rollout.test_session import check, connect, load_weights, post
+from tests.rollout.test_weight_push import go_on, sample, version_of
+from tests.support.transports import make_context, weights
 
 pytestmark = pytest.mark.slow
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_disk import SmallDisk
-
-sys.path.insert(0, str(Path(__file__).parent))
-from contexts import make_context, weights
 
 from megatron_fr.errors import SyncError
 from megatron_fr.hf.folder import WeightFiles
 from megatron_fr.tiny import make_untrained
 from megatron_fr.weight_sync.publisher import WeightPublisher
+from tests.support.small_disk import SmallDisk
+from tests.support.transports import make_context, weights
 
 
 @pytest.fixture(scope="module")

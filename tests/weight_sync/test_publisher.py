@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,13 +13,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-sys.path.insert(0, str(Path(__file__).parent))
-from contexts import make_context, weights
-
 from megatron_fr.config.sections import SyncConfig
 from megatron_fr.errors import ConfigError, SyncError
 from megatron_fr.tiny import make_untrained
 from megatron_fr.weight_sync.publisher import WeightPublisher
+from tests.support.transports import make_context, weights
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +65,7 @@ def silent() -> Iterator[str]:
 def test_a_push_that_lacks_a_tensor_or_has_another_is_refused(
     model: Path, tmp_path: Path, change: Any, message: str
 ) -> None:
-    made = WeightPublisher(make_context(model, tmp_path, transport="contexts:Draining"))
+    made = WeightPublisher(make_context(model, tmp_path, transport="tests.support.transports:Draining"))
     named = list(weights(model))
     assert made.publish(1, named).num_bytes == sum(tensor.nbytes for _, tensor in named)
     with pytest.raises(SyncError, match=message):
@@ -85,7 +82,7 @@ def test_an_engine_that_does_not_join_is_named_within_the_time_limit(model: Path
     made.close()
 
 
-@pytest.mark.parametrize("transport", ["disk", "contexts:Draining"])
+@pytest.mark.parametrize("transport", ["disk", "tests.support.transports:Draining"])
 def test_an_engine_that_does_not_answer_is_named_within_the_time_limit(
     model: Path, tmp_path: Path, silent: str, transport: str
 ) -> None:
@@ -97,11 +94,14 @@ def test_an_engine_that_does_not_answer_is_named_within_the_time_limit(
 
 
 def test_a_transport_that_cannot_be_imported_or_fails_is_named(model: Path, tmp_path: Path) -> None:
-    for name, reason in (("nowhere:X", "No module named 'nowhere'"), ("contexts:Missing", "has no attribute")):
+    for name, reason in (
+        ("nowhere:X", "No module named 'nowhere'"),
+        ("tests.support.transports:Missing", "has no attribute"),
+    ):
         with pytest.raises(ConfigError, match=f"sync.transport='{name}' cannot be imported .*{reason}"):
             WeightPublisher(make_context(model, tmp_path, transport=name))
-    made = WeightPublisher(make_context(model, tmp_path, transport="contexts:Failing"))
-    with pytest.raises(SyncError, match=r"sync\.transport=contexts:Failing: OSError: the link is down"):
+    made = WeightPublisher(make_context(model, tmp_path, transport="tests.support.transports:Failing"))
+    with pytest.raises(SyncError, match=r"sync\.transport=tests.support.transports:Failing: OSError: the link is down"):
         made.publish(1, iter([("t", torch.zeros(1))]))
     made.close()
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from megatron_fr.config.sections import SyncConfig
 from megatron_fr.hf.export import hf_tensor_specs
-from megatron_fr.hf.folder import read_hf_config
+from megatron_fr.hf.folder import read_spec
 from megatron_fr.weight_sync.engines import EngineCalls
 from megatron_fr.weight_sync.transport import TransportContext
 
@@ -23,7 +23,7 @@ def make_context(
     config = SyncConfig(**sync).model_copy(update={"bucket_mb": bucket_bytes / 2**20})
     return TransportContext(
         engines=EngineCalls(engines, config.timeout_s),
-        shapes={spec.name: spec.shape for spec in hf_tensor_specs(read_hf_config(model), torch.float32)},
+        shapes={spec.name: spec.shape for spec in hf_tensor_specs(read_spec(model), torch.float32)},
         config=config,
         engine_tp=1,
         backend="gloo",
@@ -36,7 +36,7 @@ def make_context(
 def weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """In the order of a push, in which tensors that the engine loads as one follow each other."""
     tensors = load_file(folder / "model.safetensors")
-    for spec in hf_tensor_specs(read_hf_config(folder), torch.float32):
+    for spec in hf_tensor_specs(read_spec(folder), torch.float32):
         yield spec.name, tensors[spec.name]
 
 
