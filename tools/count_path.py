@@ -53,7 +53,6 @@ STEPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "algorithm/trust_region.py",
             "algorithm/loss.py",
             "algorithm/stats.py",
-            "trainer/optimizer.py",
         ),
     ),
     (
@@ -62,6 +61,8 @@ STEPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "trainer/weight_push.py",
             "hf/export.py",
             "weight_sync/publisher.py",
+            "weight_sync/transport.py",
+            "weight_sync/broadcast.py",
             "weight_sync/buckets.py",
             "weight_sync/group.py",
         ),
