@@ -3,7 +3,8 @@
     python tools/count_path.py
 
 docs/ARCHITECTURE.md tells the same path in ten steps. Not on it: configuration, reading of files, model building,
-weight tables, the GRPO baseline, optional filters and hooks, metrics, checkpoints, the sandbox, how processes start.
+weight tables, the GRPO baseline, optional filters and hooks, metrics, the probe, checkpoints, the sandbox, and how
+processes start.
 """
 
 from __future__ import annotations
@@ -52,7 +53,6 @@ STEPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "algorithm/tokens.py",
             "algorithm/trust_region.py",
             "algorithm/loss.py",
-            "algorithm/stats.py",
         ),
     ),
     (
