@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -35,6 +36,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from megatron_fr.errors import CheckpointError
+from megatron_fr.models.spec import ModelSpec
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "param"  # as Megatron calls the float32 copy in memory
@@ -44,6 +46,38 @@ _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 Sharded = dict[str, Any]
 Shape = tuple[int, ...]
+
+
+class Stepped(Protocol):
+    """What takes optimizer steps."""
+
+    @property
+    def optimizer(self) -> Any:
+        """A ``MegatronOptimizer``."""
+
+    @property
+    def schedule(self) -> Any:
+        """An ``OptimizerParamScheduler``."""
+
+
+class Trained(Protocol):
+    """What a checkpoint saves of one rank; the trainer's ``Policy`` is one."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Of the model."""
+
+    @property
+    def source(self) -> Path:
+        """The Hugging Face folder that the model came from."""
+
+    @property
+    def chunks(self) -> Sequence[torch.nn.Module]:
+        """The rank's Megatron-Core model chunks."""
+
+    @property
+    def step(self) -> Stepped:
+        """Their optimizer and schedule."""
 
 
 class Pieces:

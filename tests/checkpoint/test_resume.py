@@ -20,7 +20,7 @@ import yaml
 from megatron_fr.checkpoint.store import ROLLOUT_FILE, all_checkpoints, newest_usable
 from megatron_fr.config import RunConfig, load_config
 from megatron_fr.observe.metrics import read_metrics
-from megatron_fr.rollout.prompts import PromptCursor
+from megatron_fr.rollout.cursor import PromptCursor
 from megatron_fr.rollout.state import read_state
 from megatron_fr.tiny import make_untrained
 from tests.support.parallel_launch import end_process, fork_process
