@@ -13,9 +13,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-ROOT = Path(__file__).resolve().parents[1]
 from megatron_fr.config import RunConfig
 from megatron_fr.observe.catalogue import EVALUATION, METRICS
+
+ROOT = Path(__file__).resolve().parents[1]
 
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _NOTE = "<!-- Made by tools/make_docs.py: do not edit. -->"
