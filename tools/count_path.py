@@ -86,10 +86,8 @@ def main() -> int:
             on_path += lines
             print(f"   {lines:5d}  megatron_fr/{name}")
     in_package = sum(map(count_lines, PACKAGE.rglob("*.py")))
-    print(
-        f"{on_path} lines on the path (at most {MOST_ON_PATH}), "
-        f"{in_package} in megatron_fr/ (at most {MOST_IN_PACKAGE})"
-    )
+    print(f"{on_path} lines on the path, at most {MOST_ON_PATH}")
+    print(f"{in_package} lines in megatron_fr/, at most {MOST_IN_PACKAGE}")
     return int(on_path > MOST_ON_PATH or in_package > MOST_IN_PACKAGE)
 
 

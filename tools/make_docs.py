@@ -17,7 +17,6 @@ from megatron_fr.config import RunConfig
 from megatron_fr.observe.catalogue import EVALUATION, METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
-
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _NOTE = "<!-- Made by tools/make_docs.py: do not edit. -->"
 

@@ -15,6 +15,8 @@ _NOT_COMPUTED = frozenset(
         *("output_router_logits", "router_aux_loss_coef", "max_window_layers"),
     }
 )
+#: Values with which a feature is off; so is a factor of 1.0.
+_OFF: tuple[Any, ...] = (None, False, "", [], {})
 
 
 class ConfigFields:
@@ -77,12 +79,15 @@ class ConfigFields:
         """Refuse what nothing asked for, unless its value says that the feature is off.
 
         Raises:
-            ModelError: names the field.
+            ModelError: names the fields.
         """
-        for name, value in self._values.items():
-            if name in self._asked or value in (None, False, "", [], {}) or (isinstance(value, float) and value == 1):
-                continue
+        unknown = [
+            f"{name}={value!r}"
+            for name, value in self._values.items()
+            if name not in self._asked and value not in _OFF and not (isinstance(value, float) and value == 1)
+        ]
+        if unknown:
             raise ModelError(
-                f"config.json of a {self._model_type}: the field {name}={value!r} is unknown and may change what the "
+                f"config.json of a {self._model_type}: {', '.join(unknown)}: unknown here, and may change what the "
                 "model computes; use a model without it, or, if it changes nothing, remove it from config.json"
             )

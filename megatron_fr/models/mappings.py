@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -41,6 +41,9 @@ class WeightMapping:
         param: name in the whole Megatron model, in the local layers' spelling.
         hf: the Hugging Face names.
     """
+
+    #: The dtype in Megatron-Core and in Hugging Face files; None: the model's.
+    dtype: ClassVar[torch.dtype | None] = None
 
     param: str
     hf: tuple[str, ...]
@@ -114,6 +117,13 @@ class Copy(WeightMapping):
     @property
     def axis(self) -> int | None:
         return None
+
+
+@dataclass(frozen=True)
+class Buffer(Copy):
+    """A tensor that is loaded, saved and synchronised, but never trained; float32 whatever the model's dtype."""
+
+    dtype: ClassVar[torch.dtype | None] = torch.float32
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class ModelSpec(Sizes):
         rope_theta, rotary_percent: base of the rotary embedding, and the share of a head's elements that it rotates.
         max_positions: the longest sequence.
         transformer: further fields of Megatron-Core's ``TransformerConfig``.
-        tool_calls: name of the syntax in which the model writes tool calls.
+        tool_calls: name of the syntax in which the model writes tool calls, as SGLang names its parsers.
         unused_tensors: prefixes of tensors in a Hugging Face folder that the model does without.
         unserved: why SGLang cannot serve it; None where it can.
         quantized: the folder says that its weights are quantised.
@@ -62,7 +62,7 @@ class ModelSpec(Sizes):
     rotary_percent: float = 1.0
     max_positions: int
     transformer: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    tool_calls: str = "qwen"
+    tool_calls: str = "qwen25"
     unused_tensors: tuple[str, ...] = ()
     unserved: str | None = None
     quantized: bool = False

@@ -17,7 +17,7 @@ from megatron_fr.rollout.event_loop_delay import EventLoopDelay
 from megatron_fr.rollout.metrics import batch_metrics
 from megatron_fr.rollout.probe import ProbeSampler
 from megatron_fr.rollout.queue import LeasedBatch
-from megatron_fr.rollout.state import encode_state
+from megatron_fr.rollout.state import encode_state, take_state
 from megatron_fr.rollout.training import TrainingRollouts
 from megatron_fr.trajectory import encode
 
@@ -110,7 +110,7 @@ class Endpoints:
 
     async def _state(self, _: web.Request) -> web.Response:
         # Taken in one go between two events; packing hundreds of megabytes of routes must not hold up the others.
-        payload = await asyncio.to_thread(encode_state, self._rollouts.snapshot(self._version))
+        payload = await asyncio.to_thread(encode_state, take_state(self._rollouts, self._version))
         return web.Response(body=payload, content_type="application/octet-stream")
 
     async def _lease(self, request: web.Request) -> web.Response:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +67,8 @@ class PromptCursor:
         self._seed = seed
         self._shuffle = shuffle
         self._position = 0
-        self._order: list[int] = []
-        self._order_epoch = -1
+        self._shuffled: list[int] = []
+        self._shuffled_epoch = -1
 
     @property
     def position(self) -> int:
@@ -78,6 +80,12 @@ class PromptCursor:
         """Of the next prompt, from 0."""
         return self._position // len(self._prompts)
 
+    @cached_property
+    def order(self) -> dict[str, Any]:
+        """What decides which prompt stands at which position."""
+        digest = hashlib.sha256("\0".join(prompt.id for prompt in self._prompts).encode()).hexdigest()
+        return {"number": len(self._prompts), "ids": digest[:16], "seed": self._seed, "shuffle": self._shuffle}
+
     def seek(self, position: int) -> None:
         """Go to where :attr:`position` was ``position``."""
         if position < 0:
@@ -88,12 +96,12 @@ class PromptCursor:
         return self
 
     def __next__(self) -> Prompt:
-        if self._order_epoch != self.epoch:
-            self._order_epoch = self.epoch
-            self._order = list(range(len(self._prompts)))
+        if self._shuffled_epoch != self.epoch:
+            self._shuffled_epoch = self.epoch
+            self._shuffled = list(range(len(self._prompts)))
             if self._shuffle:
-                random.Random(f"{self._seed}/{self.epoch}").shuffle(self._order)
-        prompt = self._prompts[self._order[self._position % len(self._prompts)]]
+                random.Random(f"{self._seed}/{self.epoch}").shuffle(self._shuffled)
+        prompt = self._prompts[self._shuffled[self._position % len(self._prompts)]]
         self._position += 1
         return prompt
 

@@ -92,7 +92,7 @@ def by_hand(weights: Arrays, size: int, rank: int, added: int) -> Arrays:
     return stored
 
 
-@pytest.mark.parametrize("family", get_args(Family))
+@pytest.mark.parametrize("family", [name for name in get_args(Family) if name != "glm4_moe"])
 @pytest.mark.parametrize(("device", "size"), [("cuda", 1), ("cuda", 2), ("cuda", 4), ("cpu", 1), ("cpu", 2)])
 def test_checksums_are_those_of_what_each_tp_rank_stores(
     family: Family, device: Literal["cpu", "cuda"], size: int
