@@ -245,11 +245,11 @@ def test_going_on_from_an_older_one_or_with_another_model_of_equal_sizes(tmp_pat
         "own output"
     )
     assert errors["auto"] == f"accepted: {tmp_path}/run/training_state/update-000002"
-    reason = "update-000001: rollout.state has "
+    reason = "update-000001: rollout.state has 3 bytes, expected 5"
     assert f"no training checkpoint can be gone on from ({tmp_path}" in errors["none usable"]
     assert reason in errors["none usable"]
     assert "repair one of them, or start anew with checkpoint.resume=never" in errors["none usable"]
-    assert "update-000001 cannot be gone on from: rollout.state has 5 bytes, expected" in errors["explicit"]
+    assert "update-000001 cannot be gone on from: rollout.state has 3 bytes, expected 5" in errors["explicit"]
     assert "; choose another one" in errors["explicit"]
     assert errors["never"] == "accepted: None"
 
