@@ -183,8 +183,8 @@ def split_range(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Sh
     """Offset and shape of each box that elements ``start`` to ``stop`` of a row-major tensor fill, in their order."""
     if start >= stop:
         return
-    if len(shape) == 1:
-        yield (start,), (stop - start,)
+    if len(shape) <= 1:
+        yield (start,) * len(shape), (stop - start,) * len(shape)
         return
     row = math.prod(shape[1:])
     first, last = -(-start // row), stop // row  # the whole rows
@@ -218,10 +218,10 @@ def _add(found: dict[str, Pieces], prefix: str, entry: Any, tensor: torch.Tensor
         ).boxes
         at = max(start - begin, 0)
         for offset, size in split_range(shard.local_shape, at, min(start + flat.numel() - begin, shard.data.numel())):
-            whole = zip(shard.global_offset, (*[0] * lead, *offset), strict=True)
+            place = torch.Size(a + b for a, b in zip(shard.global_offset, (*[0] * lead, *offset), strict=True))
+            assert place not in pieces, (shard.key, place)
             first = begin + at - start
-            box = flat[first : first + math.prod(size)].view(*[1] * lead, *size)
-            pieces[torch.Size(a + b for a, b in whole)] = box
+            pieces[place] = flat[first : first + math.prod(size)].view(*[1] * lead, *size)
             at += math.prod(size)
 
 
