@@ -19,10 +19,13 @@ from megatron_fr.models.spec import MappedParameter, ModelSpec
 def hf_tensor_specs(spec: ModelSpec, dtype: torch.dtype) -> list[TensorSpec]:
     """Every Hugging Face tensor of the model in the order of :func:`iter_hf_tensors`. No collective.
 
+    Args:
+        dtype: of the parameters.
+
     Tensors that engines load as one (q, k and v; gate and up) follow each other.
     """
     return [
-        TensorSpec(name, shape, dtype)
+        TensorSpec(name, shape, entry.mapping.dtype or dtype)
         for entry in spec.parameters()
         for name, shape in zip(entry.hf, entry.mapping.hf_shapes(spec), strict=True)
     ]
@@ -47,7 +50,7 @@ def iter_hf_tensors(chunks: Sequence[torch.nn.Module], spec: ModelSpec) -> Itera
             shards = [
                 held[entry.param].data
                 if source == 0
-                else _receive(source, _shard_shape(entry.mapping, spec, len(sources)), example)
+                else _receive(source, _shard_shape(entry.mapping, spec, len(sources)), example, entry.mapping.dtype)
                 for source in sources
             ]
             yield from zip(entry.hf, entry.mapping.gather(shards, spec), strict=True)
@@ -79,8 +82,8 @@ def _holds(place: Placement, entry: MappedParameter) -> bool:
     return entry.layer in place.layers and (entry.expert is None or entry.expert in place.experts)
 
 
-def _receive(source: int, shape: tuple[int, ...], example: torch.Tensor) -> torch.Tensor:
-    shard = torch.empty(shape, dtype=example.dtype, device=example.device)
+def _receive(source: int, shape: tuple[int, ...], example: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    shard = torch.empty(shape, dtype=dtype or example.dtype, device=example.device)
     dist.recv(shard, src=source)
     return shard
 

@@ -55,11 +55,11 @@ def _megatron(folder: Path, tensors: bool, sums: bool) -> list[str]:
     pieces = sum(len(entry.chunks) for entry in files.tensors.values())
     lines = [f"{folder}: Megatron torch_dist checkpoint, {pieces} pieces", *_totals(weights)]
     if summed:
-        lines.append(f"  every file has the SHA-256 sum that {MANIFEST_FILE} says")
+        lines.append(f"  every file has the size that {MANIFEST_FILE} says")
     elif (folder / MANIFEST_FILE).is_file():
-        lines.append("  sizes compared, SHA-256 sums not")
+        lines.append(f"  sizes not compared with {MANIFEST_FILE}")
     else:
-        lines.append(f"  sizes compared; without a {MANIFEST_FILE} there are no sums to compare")
+        lines.append(f"  no {MANIFEST_FILE} to compare sizes with")
     if optimizer:
         lines.append(f"  with optimizer state: {sum(spec.num_bytes for spec in optimizer) / 1e9:.3f} GB")
     lines += [f"  {path.name}: {path.stat().st_size / 1e9:.3f} GB" for path in sorted(folder.glob("*.distcp"))]

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 
 from megatron_fr.checkpoint.store import FOLDER, ROLLOUT_FILE, all_checkpoints
-from megatron_fr.errors import CheckpointError, ModelError, TrajectoryError
+from megatron_fr.errors import CheckpointError, ModelError, TrajectoryError, needs_extra
 from megatron_fr.hf.atomic import atomic_folder
 from megatron_fr.hf.folder import WeightFiles, copy_other_files, read_spec, resolve_folder
 from megatron_fr.hf.load import check_files
@@ -179,8 +179,9 @@ def quantize_hf(
 @torch.no_grad()
 def _quantize_into(work: Path, source: Path, calibration: Sequence[torch.Tensor]) -> dict[str, float]:
     prepare_process(resolve_device("auto"))  # ModelOpt imports Megatron-Core
-    import modelopt.torch.quantization as mtq
-    from modelopt.torch.export import export_hf_checkpoint
+    with needs_extra("quantize"):
+        import modelopt.torch.quantization as mtq
+        from modelopt.torch.export import export_hf_checkpoint
     from transformers import AutoModelForCausalLM
 
     held_out = list(calibration[1::2]) or list(calibration)
@@ -240,9 +241,11 @@ def load_quantized(folder: str | Path) -> Any:
         ModelError: a scale is missing, or tensors and configuration do not match.
     """
     prepare_process(resolve_device("auto"))
-    import modelopt.torch.quantization as mtq
     import transformers
-    from modelopt.torch.quantization.nn import TensorQuantizer
+
+    with needs_extra("quantize"):
+        import modelopt.torch.quantization as mtq
+        from modelopt.torch.quantization.nn import TensorQuantizer
     from safetensors.torch import load_file
 
     folder = Path(folder)
