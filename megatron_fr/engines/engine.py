@@ -226,8 +226,9 @@ class Engine:
 
     def _note_family(self) -> None:
         """Remember the descendants; once their parent is gone they cannot be found through it."""
+        assert self._process is not None
         with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self.pid).children(recursive=True):
+            for child in psutil.Process(self._process.pid).children(recursive=True):
                 self._family.setdefault(child.pid, child)
 
     async def _wait_gone(self, process: subprocess.Popen[bytes], timeout_s: float) -> None:
