@@ -45,13 +45,18 @@ def route_dtype(num_experts: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """Limits of a valid trajectory; ``num_moe_layers``, ``top_k`` and ``num_experts`` are 0 for dense models."""
+    """Limits of a valid trajectory; ``num_moe_layers``, ``top_k`` and ``num_experts`` are 0 for dense models.
+
+    ``dense_layers`` are the layers, from 0, without experts in a model with experts; an engine's routes for them are
+    meaningless.
+    """
 
     vocab_size: int
     max_context: int
     num_moe_layers: int = 0
     top_k: int = 0
     num_experts: int = 0
+    dense_layers: tuple[int, ...] = ()
 
     @property
     def route_dtype(self) -> np.dtype[Any]:
@@ -142,10 +147,10 @@ class Trajectory:
             raise refuse("reward", f"is {self.reward}")
         if self.finish_reason not in get_args(FinishReason):
             raise refuse("finish_reason", f"is {self.finish_reason!r}, expected one of {get_args(FinishReason)}")
-        if self.routed_experts is not None and (problem := self.route_problem(limits)) is not None:
-            raise refuse("routed_experts", problem)
+        if self.routed_experts is not None and (reason := self.check_routes(limits)) is not None:
+            raise refuse("routed_experts", reason)
 
-    def route_problem(self, limits: ModelLimits) -> str | None:
+    def check_routes(self, limits: ModelLimits) -> str | None:
         """Why ``routed_experts`` cannot be replayed on this model, or None when it can."""
         routes = self.routed_experts
         if routes is None:

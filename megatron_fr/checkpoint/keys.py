@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatron_fr.models.registry import Entry
+from megatron_fr.models.spec import MappedParameter
 
 _LAYER = re.compile(r"^decoder\.layers\.\d+\.")
 _EXPERT = re.compile(r"\.experts\.local_experts\.\d+\.")
@@ -26,7 +26,7 @@ class Location:
     lead: tuple[int, ...] = ()
 
 
-def candidates(entry: Entry) -> list[Location]:
+def candidates(entry: MappedParameter) -> list[Location]:
     """Every place at which Megatron-Core may have put a parameter; the first is the one that is written here.
 
     Megatron names the norms of its local layers as Transformer Engine's layers have them, inside the linear layer that
@@ -51,7 +51,7 @@ def _norm_names(param: str) -> list[str]:
     return [param]
 
 
-def written_at(entry: Entry, *, moe: bool) -> Location:
+def written_at(entry: MappedParameter, *, moe: bool) -> Location:
     """Where this package writes a parameter; ``moe`` says whether its layer has experts."""
     found = candidates(entry)
     if entry.param.endswith(".pre_mlp_layernorm.weight") and not moe:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from megatron_fr.checkpoint.store import MANIFEST_FILE, problem
+from megatron_fr.checkpoint.store import MANIFEST_FILE, find_damage
 from megatron_fr.errors import ModelError
 from megatron_fr.hf.archive import PayloadFinder
 from megatron_fr.hf.extents import Extent, ExtentReader, reason
@@ -41,7 +41,7 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def check_sums(checkpoint: Path) -> bool:
-    """Compare every file of a training checkpoint, in full, with the sizes and SHA-256 sums of its ``manifest.json``.
+    """Compare every file of a training checkpoint, with the size in its ``manifest.json``.
 
     Returns:
         whether it has a manifest; checkpoints of weights alone have none.
@@ -51,7 +51,7 @@ def check_sums(checkpoint: Path) -> bool:
     """
     if not (checkpoint / MANIFEST_FILE).is_file():
         return False
-    if (reason := problem(checkpoint)) is not None:
+    if (reason := find_damage(checkpoint)) is not None:
         raise ModelError(f"{checkpoint} is damaged: {reason}; use another checkpoint")
     return True
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from megatron_fr.checkpoint.store import MANIFEST_FILE
 from megatron_fr.errors import ModelError
 from megatron_fr.hf.checkpoint_files import CheckpointFiles, check_sums, find_checkpoint
-from megatron_fr.hf.folder import INDEX_NAME, SINGLE_NAME, WeightFiles, read_hf_config
+from megatron_fr.hf.folder import INDEX_NAME, SINGLE_NAME, WeightFiles, read_spec
 from megatron_fr.hf.load import check_files
 from megatron_fr.hf.quantized import check_quantized
 from megatron_fr.hf.tensor_file import TensorSpec
-from megatron_fr.models.dims import Dims
+from megatron_fr.models.sizes import Sizes
 
 
 def inspect_folder(folder: str | Path, *, tensors: bool = False, sums: bool = True) -> str:
@@ -34,18 +34,16 @@ def inspect_folder(folder: str | Path, *, tensors: bool = False, sums: bool = Tr
 
 
 def _hugging_face(folder: Path, tensors: bool) -> list[str]:
-    hf_config = read_hf_config(folder)
-    files, dims = WeightFiles(folder), Dims.from_hf(hf_config)
-    quantized = hasattr(hf_config, "quantization_config")
-    check_files(files, hf_config, quantized=quantized)
-    specs = [files.spec(name) for name in sorted(files.names)]
-    lines = [f"{folder}: Hugging Face folder, {hf_config.architectures[0]}, complete", *_sizes(dims), *_totals(specs)]
-    if quantized:
+    spec, files = read_spec(folder), WeightFiles(folder)
+    check_files(files, spec, quantized=spec.quantized)
+    tensor_specs = [files.spec(name) for name in sorted(files.names)]
+    lines = [f"{folder}: Hugging Face folder, {spec.architecture}, complete", *_sizes(spec), *_totals(tensor_specs)]
+    if spec.quantized:
         lines.append(f"  quantised: {check_quantized(folder)} float8 tensors, each with its scale")
-    count = Counter(files.file(spec.name).name for spec in specs)
+    count = Counter(files.file(tensor.name).name for tensor in tensor_specs)
     lines += [f"  {name}: {number} tensors" for name, number in sorted(count.items())]
     files.close()
-    return lines + (_list(specs) if tensors else [])
+    return lines + (_list(tensor_specs) if tensors else [])
 
 
 def _megatron(folder: Path, tensors: bool, sums: bool) -> list[str]:
@@ -57,22 +55,23 @@ def _megatron(folder: Path, tensors: bool, sums: bool) -> list[str]:
     pieces = sum(len(entry.chunks) for entry in files.tensors.values())
     lines = [f"{folder}: Megatron torch_dist checkpoint, {pieces} pieces", *_totals(weights)]
     if summed:
-        lines.append(f"  every file has the SHA-256 sum that {MANIFEST_FILE} says")
+        lines.append(f"  every file has the size that {MANIFEST_FILE} says")
     elif (folder / MANIFEST_FILE).is_file():
-        lines.append("  sizes compared, SHA-256 sums not")
+        lines.append(f"  sizes not compared with {MANIFEST_FILE}")
     else:
-        lines.append(f"  sizes compared; without a {MANIFEST_FILE} there are no sums to compare")
+        lines.append(f"  no {MANIFEST_FILE} to compare sizes with")
     if optimizer:
         lines.append(f"  with optimizer state: {sum(spec.num_bytes for spec in optimizer) / 1e9:.3f} GB")
     lines += [f"  {path.name}: {path.stat().st_size / 1e9:.3f} GB" for path in sorted(folder.glob("*.distcp"))]
     return lines + (_list(specs) if tensors else [])
 
 
-def _sizes(dims: Dims) -> list[str]:
-    text = f"  {dims.layers} layers, hidden {dims.hidden}, {dims.heads} heads, {dims.kv_heads} KV heads of "
-    text += f"{dims.head_dim}, vocabulary {dims.vocab}"
-    if dims.moe_layers:
-        text += f"; {len(dims.moe_layers)} layers with {dims.experts} experts of width {dims.moe_ffn}, top {dims.top_k}"
+def _sizes(sizes: Sizes) -> list[str]:
+    text = f"  {sizes.layers} layers, hidden {sizes.hidden}, {sizes.heads} heads, {sizes.kv_heads} KV heads of "
+    text += f"{sizes.head_dim}, vocabulary {sizes.vocab}"
+    if sizes.moe_layers:
+        text += f"; {len(sizes.moe_layers)} layers with {sizes.experts} experts of width {sizes.moe_ffn}, "
+        text += f"top {sizes.top_k}"
     return [text]
 
 

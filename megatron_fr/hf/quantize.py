@@ -21,9 +21,9 @@ import torch
 from safetensors import SafetensorError
 
 from megatron_fr.checkpoint.store import FOLDER, ROLLOUT_FILE, all_checkpoints
-from megatron_fr.errors import CheckpointError, ModelError, TrajectoryError
+from megatron_fr.errors import CheckpointError, ModelError, TrajectoryError, needs_extra
 from megatron_fr.hf.atomic import atomic_folder
-from megatron_fr.hf.folder import WeightFiles, copy_other_files, read_hf_config, resolve_folder
+from megatron_fr.hf.folder import WeightFiles, copy_other_files, read_spec, resolve_folder
 from megatron_fr.hf.load import check_files
 from megatron_fr.hf.quantized import check_quantized
 from megatron_fr.rollout.state import read_state
@@ -55,7 +55,7 @@ def read_calibration(path: str | Path, folder: str | Path, *, limit: int = 64, m
             that the model's vocabulary lacks; or a line is no such object.
     """
     path = Path(path)
-    vocabulary = int(read_hf_config(folder).vocab_size)
+    vocabulary = int(read_spec(folder).vocab)
     if (path / ROLLOUT_FILE).exists():
         path = path / ROLLOUT_FILE
     try:
@@ -168,9 +168,9 @@ def quantize_hf(
         ModelError: the model cannot be loaded, or the written folder cannot be written or read back; names the file.
     """
     source = resolve_folder(hf_dir)
-    hf_config = read_hf_config(source)
+    spec = read_spec(source)
     files = WeightFiles(source)
-    check_files(files, hf_config)
+    check_files(files, spec)
     files.close()
     with atomic_folder(out_dir, source, overwrite=overwrite) as work:  # a target that is refused costs no calibration
         return _quantize_into(work, source, calibration)
@@ -179,8 +179,9 @@ def quantize_hf(
 @torch.no_grad()
 def _quantize_into(work: Path, source: Path, calibration: Sequence[torch.Tensor]) -> dict[str, float]:
     prepare_process(resolve_device("auto"))  # ModelOpt imports Megatron-Core
-    import modelopt.torch.quantization as mtq
-    from modelopt.torch.export import export_hf_checkpoint
+    with needs_extra("quantize"):
+        import modelopt.torch.quantization as mtq
+        from modelopt.torch.export import export_hf_checkpoint
     from transformers import AutoModelForCausalLM
 
     held_out = list(calibration[1::2]) or list(calibration)
@@ -240,9 +241,11 @@ def load_quantized(folder: str | Path) -> Any:
         ModelError: a scale is missing, or tensors and configuration do not match.
     """
     prepare_process(resolve_device("auto"))
-    import modelopt.torch.quantization as mtq
     import transformers
-    from modelopt.torch.quantization.nn import TensorQuantizer
+
+    with needs_extra("quantize"):
+        import modelopt.torch.quantization as mtq
+        from modelopt.torch.quantization.nn import TensorQuantizer
     from safetensors.torch import load_file
 
     folder = Path(folder)

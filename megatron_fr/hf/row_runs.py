@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_fr.models.dims import Dims
-from megatron_fr.models.mappings import Rule
+from megatron_fr.models.mappings import WeightMapping
+from megatron_fr.models.sizes import Sizes
 
 _SOURCE = 1 << 40  # more than any tensor has rows
 
@@ -27,8 +27,8 @@ class Run:
 
 
 @functools.lru_cache(maxsize=4096)
-def piece_runs(rule: Rule, dims: Dims, rank: int, size: int, part: int) -> tuple[Run, ...] | None:
-    """The rows of the Hugging Face tensors that make up a piece (:meth:`Rule.piece`), in order.
+def piece_runs(rule: WeightMapping, dims: Sizes, rank: int, size: int, part: int) -> tuple[Run, ...] | None:
+    """The rows of the Hugging Face tensors that make up a piece (:meth:`WeightMapping.piece`), in order.
 
     None where the piece is not made of whole rows: it is cut along columns, or has padding.
     """
@@ -39,7 +39,7 @@ def piece_runs(rule: Rule, dims: Dims, rank: int, size: int, part: int) -> tuple
 
 
 @functools.lru_cache(maxsize=256)
-def gather_runs(rule: Rule, dims: Dims) -> tuple[tuple[Run, ...], ...]:
+def gather_runs(rule: WeightMapping, dims: Sizes) -> tuple[tuple[Run, ...], ...]:
     """For each Hugging Face tensor the rows of the whole parameter (TP size 1, not padded) that make it up."""
     numbered = _numbered(0, whole_shape(rule, dims))
     found = [_runs(tensor) for tensor in rule.gather([numbered], replace(dims, hidden=1))]
@@ -47,14 +47,14 @@ def gather_runs(rule: Rule, dims: Dims) -> tuple[tuple[Run, ...], ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def piece_shape(rule: Rule, dims: Dims, rank: int, size: int, part: int) -> tuple[int, ...]:
-    """The shape of :meth:`Rule.piece`."""
+def piece_shape(rule: WeightMapping, dims: Sizes, rank: int, size: int, part: int) -> tuple[int, ...]:
+    """The shape of :meth:`WeightMapping.piece`."""
     meta = [torch.empty(shape, device="meta") for shape in rule.hf_shapes(dims)]
     return tuple(rule.piece(meta, dims, rank, size, part).shape)
 
 
 @functools.lru_cache(maxsize=256)
-def whole_shape(rule: Rule, dims: Dims) -> tuple[int, ...]:
+def whole_shape(rule: WeightMapping, dims: Sizes) -> tuple[int, ...]:
     """The shape of the whole parameter, as TP size 1 has it, its vocabulary not padded."""
     meta = [torch.empty(shape, device="meta") for shape in rule.hf_shapes(dims)]
     return tuple(rule.shard(meta, dims, 0, 1).shape)

@@ -15,11 +15,12 @@ from megatron_fr.hf.atomic import atomic_folder
 from megatron_fr.hf.export import hf_tensor_specs, iter_hf_tensors
 from megatron_fr.hf.folder import INDEX_NAME, SINGLE_NAME, copy_other_files, resolve_folder, stated_dtype
 from megatron_fr.hf.tensor_file import TensorFileWriter, TensorSpec
+from megatron_fr.models.spec import ModelSpec
 
 
 def save_hf_folder(
     chunks: Sequence[torch.nn.Module],
-    hf_config: Any,
+    spec: ModelSpec,
     source_dir: str | Path,
     out_dir: str | Path,
     *,
@@ -34,11 +35,13 @@ def save_hf_folder(
     Raises:
         ModelError: on every rank, when rank 0 could not write.
     """
-    tensors = iter_hf_tensors(chunks, hf_config)
+    tensors = iter_hf_tensors(chunks, spec)
     failure: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
-            _write(tensors, hf_config, resolve_folder(source_dir, weights=False), Path(out_dir), shard_bytes)
+            source = resolve_folder(source_dir, weights=False)
+            dtype = stated_dtype(source) or next(chunks[0].parameters()).dtype
+            _write(tensors, hf_tensor_specs(spec, dtype), source, Path(out_dir), shard_bytes)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure[0] = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
     for _ in tensors:  # all of them on other ranks; on rank 0 what a failure left over, so that no sender waits
@@ -48,21 +51,15 @@ def save_hf_folder(
         raise ModelError(f"the model could not be written to {out_dir}: {failure[0]}")
 
 
-def _write(tensors: Any, hf_config: Any, source: Path, out: Path, shard_bytes: int) -> None:
-    dtype = stated_dtype(source)
-    specs = hf_tensor_specs(hf_config, dtype or torch.float32)
+def _write(tensors: Any, specs: list[TensorSpec], source: Path, out: Path, shard_bytes: int) -> None:
     with atomic_folder(out, overwrite=True) as work:
         files = plan_files(specs, shard_bytes)
         for file, members in files.items():
-            writer: TensorFileWriter | None = None
-            for spec in members:
+            writer = TensorFileWriter(work / file, members)
+            for member in members:
                 name, tensor = next(tensors)
-                assert name == spec.name
-                if dtype is None and writer is None:  # no dtype is stated: that of the parameters
-                    members = [TensorSpec(member.name, member.shape, tensor.dtype) for member in members]
-                writer = writer or TensorFileWriter(work / file, members)
-                writer.write(name, tensor.to("cpu", dtype or tensor.dtype))
-            assert writer is not None
+                assert name == member.name
+                writer.write(name, tensor.to("cpu", member.dtype))
             writer.close()
         write_index(work, files)
         copy_other_files(source, work)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,15 +13,15 @@ from megatron_fr.errors import ModelError
 from megatron_fr.hf.atomic import atomic_folder
 from megatron_fr.hf.checkpoint_files import CheckpointFiles, check_sums, find_checkpoint
 from megatron_fr.hf.export import hf_tensor_specs
-from megatron_fr.hf.folder import WeightFiles, copy_other_files, read_hf_config, resolve_folder, stated_dtype
+from megatron_fr.hf.folder import WeightFiles, copy_other_files, read_spec, resolve_folder, stated_dtype
 from megatron_fr.hf.load import check_files
 from megatron_fr.hf.row_runs import gather_runs, whole_shape
 from megatron_fr.hf.save import plan_files, write_index
 from megatron_fr.hf.side_by_side import THREADS, Progress, even_parts, run_side_by_side
 from megatron_fr.hf.tensor_file import TensorFileWriter, TensorSpec
 from megatron_fr.hf.to_megatron import HF_FILES
-from megatron_fr.models.dims import Dims
-from megatron_fr.models.registry import Entry, entries
+from megatron_fr.models.sizes import Sizes
+from megatron_fr.models.spec import MappedParameter, ModelSpec
 
 
 def convert_megatron_to_hf(
@@ -57,15 +56,15 @@ def convert_megatron_to_hf(
     """
     checkpoint = find_checkpoint(checkpoint_dir)
     source = _hf_files(checkpoint, hf_dir)
-    hf_config = read_hf_config(source)
+    model = read_spec(source)
     files = CheckpointFiles(checkpoint)
-    _locate_all(files, hf_config)
+    _locate_all(files, model)
     dtype = stated_dtype(source) or files.tensors["embedding.word_embeddings.weight"].properties.dtype
-    plan = plan_files(hf_tensor_specs(hf_config, dtype), shard_bytes)
+    plan = plan_files(hf_tensor_specs(model, dtype), shard_bytes)
     with atomic_folder(out_dir, checkpoint, source, overwrite=overwrite) as work:
         if verify:
             check_sums(checkpoint)
-        jobs = [functools.partial(_write_file, files, hf_config, work / name, plan[name]) for name in plan]
+        jobs = [functools.partial(_write_file, files, model, work / name, plan[name]) for name in plan]
         run_side_by_side(jobs, threads, progress)
         write_index(work, plan)
         copy_other_files(source, work)
@@ -75,7 +74,7 @@ def convert_megatron_to_hf(
 
 
 def _write_file(
-    checkpoint: CheckpointFiles, hf_config: Any, path: Path, members: list[TensorSpec], progress: Progress
+    checkpoint: CheckpointFiles, model: ModelSpec, path: Path, members: list[TensorSpec], progress: Progress
 ) -> None:
     """Write one safetensors file; ``members`` are consecutive tensors of the model.
 
@@ -83,10 +82,10 @@ def _write_file(
         ModelError: names the file and the tensor.
     """
     wanted = {spec.name: spec for spec in members}
-    dims = Dims.from_hf(hf_config)
+    dims = model
     # Closed each time: of a checkpoint of many ranks not all files may be open at once.
     with closing(checkpoint.reopened()) as files, TensorFileWriter(path, members) as writer:
-        for entry in entries(hf_config):
+        for entry in model.parameters():
             if not wanted.keys().isdisjoint(entry.hf):
                 _write_entry(writer, files, entry, dims, wanted, progress)
 
@@ -94,20 +93,21 @@ def _write_file(
 def _write_entry(
     writer: TensorFileWriter,
     files: CheckpointFiles,
-    entry: Entry,
-    dims: Dims,
+    entry: MappedParameter,
+    dims: Sizes,
     wanted: dict[str, TensorSpec],
     progress: Progress,
 ) -> None:
     """Write those of an entry's tensors that are wanted: copy their bytes where they lie in whole rows."""
     place = _locate(files, entry)
-    shape = whole_shape(entry.rule, dims)
-    runs = dict(zip(entry.hf, gather_runs(entry.rule, dims), strict=True))
+    shape = whole_shape(entry.mapping, dims)
+    runs = dict(zip(entry.hf, gather_runs(entry.mapping, dims), strict=True))
     names = [name for name in entry.hf if name in wanted]
     same = all(wanted[name].dtype == files.tensors[place.key].properties.dtype for name in names)
     rows = files.rows(place.key, place.lead, shape) if same else None
     if rows is None:
-        values = dict(zip(entry.hf, entry.rule.gather([files.read(place.key, place.lead, shape)], dims), strict=True))
+        whole = files.read(place.key, place.lead, shape)
+        values = dict(zip(entry.hf, entry.mapping.gather([whole], dims), strict=True))
     for name in names:
         if rows is None:
             writer.write(name, values[name].to(wanted[name].dtype))
@@ -116,10 +116,10 @@ def _write_entry(
         progress(name, wanted[name].num_bytes)
 
 
-def read_whole(files: CheckpointFiles, entry: Entry, dims: Dims) -> torch.Tensor:
+def read_whole(files: CheckpointFiles, entry: MappedParameter, dims: Sizes) -> torch.Tensor:
     """The parameter that an entry stands for, as TP size 1 has it, its vocabulary not padded."""
     place = _locate(files, entry)
-    return files.read(place.key, place.lead, whole_shape(entry.rule, dims))
+    return files.read(place.key, place.lead, whole_shape(entry.mapping, dims))
 
 
 def compare(checkpoint: str | Path, hf_folder: str | Path, *, threads: int = THREADS) -> int:
@@ -134,18 +134,22 @@ def compare(checkpoint: str | Path, hf_folder: str | Path, *, threads: int = THR
     Raises:
         ModelError: a tensor is missing, has another shape, or differs; names one, the first that was found.
     """
-    hf_config = read_hf_config(hf_folder)
-    dims, files = Dims.from_hf(hf_config), CheckpointFiles(find_checkpoint(checkpoint))
+    model = read_spec(hf_folder)
+    dims, files = model, CheckpointFiles(find_checkpoint(checkpoint))
     with closing(files), closing(WeightFiles(Path(hf_folder))) as written:
-        check_files(written, hf_config)
-        table = [(entry, sum(written.spec(name).num_bytes for name in entry.hf)) for entry in entries(hf_config)]
+        check_files(written, model)
+        table = [(entry, sum(written.spec(name).num_bytes for name in entry.hf)) for entry in model.parameters()]
         parts = even_parts([size for _, size in table], 4 * threads)  # more than threads: some take longer
         jobs = [functools.partial(_compare, files, written, table[part.start : part.stop], dims) for part in parts]
         return sum(run_side_by_side(jobs, threads))
 
 
 def _compare(
-    checkpoint: CheckpointFiles, written: WeightFiles, table: list[tuple[Entry, int]], dims: Dims, progress: Progress
+    checkpoint: CheckpointFiles,
+    written: WeightFiles,
+    table: list[tuple[MappedParameter, int]],
+    dims: Sizes,
+    progress: Progress,
 ) -> int:
     with closing(checkpoint.reopened()) as files:
         for entry, size in table:
@@ -154,11 +158,11 @@ def _compare(
     return len(table)
 
 
-def _compare_one(files: CheckpointFiles, written: WeightFiles, entry: Entry, dims: Dims) -> None:
-    found = entry.rule.shard([written.slice(name) for name in entry.hf], dims, 0, 1)  # first: it takes twice its size
+def _compare_one(files: CheckpointFiles, written: WeightFiles, entry: MappedParameter, dims: Sizes) -> None:
+    found = entry.mapping.shard([written.slice(name) for name in entry.hf], dims, 0, 1)  # it takes twice its size
     stored = read_whole(files, entry, dims)
     if not _same_bits(stored, found):
-        gathered = zip(entry.hf, entry.rule.gather([stored], dims), strict=True)
+        gathered = zip(entry.hf, entry.mapping.gather([stored], dims), strict=True)
         name = next((n for n, value in gathered if not _same_bits(value, written.slice(n)[:])), entry.hf[0])
         raise ModelError(f"{written.file(name)}: tensor {name!r} is not what the checkpoint holds")
 
@@ -168,11 +172,11 @@ def _same_bits(stored: torch.Tensor, found: torch.Tensor) -> bool:
     return stored.shape == found.shape and torch.equal(stored.view(torch.uint8), found.view(torch.uint8))
 
 
-def _locate_all(files: CheckpointFiles, hf_config: Any) -> None:
+def _locate_all(files: CheckpointFiles, model: ModelSpec) -> None:
     """Check before anything is written that every parameter is there, and that no weight is left over."""
-    used = {_locate(files, entry).key for entry in entries(hf_config)}
+    used = {_locate(files, entry).key for entry in model.parameters()}
     weights = {key for key in files.tensors if key.startswith(("decoder.", "embedding.", "output_layer."))}
-    tied_copy = {"output_layer.weight"} if getattr(hf_config, "tie_word_embeddings", False) else set()
+    tied_copy = {"output_layer.weight"} if model.tie else set()
     if left_over := sorted(weights - used - tied_copy):
         raise ModelError(
             f"{files.folder}: nothing uses tensor {left_over[0]!r} ({len(left_over)} such tensors); "
@@ -180,7 +184,7 @@ def _locate_all(files: CheckpointFiles, hf_config: Any) -> None:
         )
 
 
-def _locate(files: CheckpointFiles, entry: Entry) -> Location:
+def _locate(files: CheckpointFiles, entry: MappedParameter) -> Location:
     for place in candidates(entry):
         if place.key in files.tensors:
             return place

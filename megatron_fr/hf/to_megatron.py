@@ -22,12 +22,12 @@ from megatron_fr.errors import ConfigError
 from megatron_fr.hf.archive import frame
 from megatron_fr.hf.atomic import atomic_folder
 from megatron_fr.hf.extents import copy_extents, write_all, writing
-from megatron_fr.hf.folder import WeightFiles, copy_other_files, read_hf_config, resolve_folder
+from megatron_fr.hf.folder import WeightFiles, copy_other_files, read_spec, resolve_folder
 from megatron_fr.hf.load import check_files
 from megatron_fr.hf.row_runs import piece_runs, piece_shape
 from megatron_fr.hf.side_by_side import THREADS, Progress, even_parts, run_side_by_side
-from megatron_fr.models.dims import Dims
-from megatron_fr.models.registry import Entry, entries
+from megatron_fr.models.sizes import Sizes
+from megatron_fr.models.spec import MappedParameter
 
 #: Folder inside a checkpoint with configuration, tokenizer and chat template.
 HF_FILES = "hf"
@@ -36,7 +36,7 @@ _COMMON = "common_state/shard_0_1"
 
 @dataclass(frozen=True)
 class _Piece:
-    entry: Entry
+    entry: MappedParameter
     where: Location
     rank: int
     size: int
@@ -75,19 +75,19 @@ def convert_hf_to_megatron(
         ConfigError: the sizes do not divide the model's; KV heads are not repeated for a larger TP.
     """
     source = resolve_folder(hf_dir)
-    hf_config = read_hf_config(source)
-    dims, table = Dims.from_hf(hf_config), list(entries(hf_config))
+    model = read_spec(source)
+    dims, table = model, list(model.parameters())
     _check_split(dims, tensor, expert, pipeline)
     files = WeightFiles(source)
-    check_files(files, hf_config)
+    check_files(files, model)
 
     pieces: dict[tuple[str, torch.Size | None], _Piece] = {}
     plans: dict[tuple[int, int, int], list[WriteItem]] = {}
     for entry in table:
-        size = 1 if entry.rule.replicated or entry.rule.per_expert else tensor
+        size = 1 if entry.mapping.replicated or entry.mapping.per_expert else tensor
         place = written_at(entry, moe=entry.layer in dims.moe_layers)
         for rank in range(size):
-            for part in range(entry.rule.parts):
+            for part in range(entry.mapping.parts):
                 piece = _Piece(entry, place, rank, size, part)
                 item = _write_item(piece, dims, dtype or files.spec(entry.hf[0]).dtype)
                 pieces[item.index.fqn, item.index.offset] = piece
@@ -137,7 +137,7 @@ def _write_file(
     items: Sequence[WriteItem],
     files: WeightFiles,
     pieces: Mapping[tuple[str, torch.Size | None], _Piece],
-    dims: Dims,
+    dims: Sizes,
     progress: Progress,
 ) -> list[WriteResult]:
     """Write pieces of one rank, one after the other, and say where they are."""
@@ -158,8 +158,8 @@ def _write_file(
     return results
 
 
-def _write_item(piece: _Piece, dims: Dims, dtype: torch.dtype) -> WriteItem:
-    rule, lead = piece.entry.rule, piece.where.lead
+def _write_item(piece: _Piece, dims: Sizes, dtype: torch.dtype) -> WriteItem:
+    rule, lead = piece.entry.mapping, piece.where.lead
     shape = piece_shape(rule, dims, piece.rank, piece.size, piece.part)
     whole, offset = list(shape), [0] * len(shape)
     if rule.axis is not None:
@@ -178,7 +178,7 @@ def _write_item(piece: _Piece, dims: Dims, dtype: torch.dtype) -> WriteItem:
     )
 
 
-def _holder(entry: Entry, dims: Dims, rank: int, expert: int, pipeline: int) -> tuple[int, int, int]:
+def _holder(entry: MappedParameter, dims: Sizes, rank: int, expert: int, pipeline: int) -> tuple[int, int, int]:
     """``(pipeline stage, expert rank, tensor rank)`` that a piece is written for."""
     if entry.layer is None:
         stage = 0 if entry.param.startswith("embedding.") else pipeline - 1
@@ -187,7 +187,7 @@ def _holder(entry: Entry, dims: Dims, rank: int, expert: int, pipeline: int) -> 
     return stage, 0 if entry.expert is None else entry.expert * expert // dims.experts, rank
 
 
-def _check_split(dims: Dims, tensor: int, expert: int, pipeline: int) -> None:
+def _check_split(dims: Sizes, tensor: int, expert: int, pipeline: int) -> None:
     dense = len(dims.moe_layers) < dims.layers
     for option, size, what, whole in (
         ("--tp", tensor, "KV heads", dims.kv_heads),
@@ -202,7 +202,7 @@ def _check_split(dims: Dims, tensor: int, expert: int, pipeline: int) -> None:
 class _Source:
     """Writes the bytes of each item of a checkpoint."""
 
-    def __init__(self, files: WeightFiles, pieces: Mapping[tuple[str, torch.Size | None], _Piece], dims: Dims) -> None:
+    def __init__(self, files: WeightFiles, pieces: Mapping[tuple[str, torch.Size | None], _Piece], dims: Sizes) -> None:
         self._files, self._pieces, self._dims = files, pieces, dims
 
     def names(self, item: WriteItem) -> str:
@@ -224,7 +224,7 @@ class _Source:
         piece, dtype = self._pieces[item.index.fqn, item.index.offset], item.tensor_data.properties.dtype
         before, after = frame(tuple(item.tensor_data.chunk.sizes), dtype)
         write_all(file, before)
-        rule, names = piece.entry.rule, piece.entry.hf
+        rule, names = piece.entry.mapping, piece.entry.hf
         runs = piece_runs(rule, self._dims, piece.rank, piece.size, piece.part)
         if runs is not None and all(self._files.spec(name).dtype == dtype for name in names):
             copy_extents((self._files.slice(names[run.source]).extent(run.start, run.stop) for run in runs), file)

@@ -11,14 +11,12 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from megatron_fr.checkpoint.store import find_resumed
 from megatron_fr.config import load_config
 from megatron_fr.errors import MegatronFRError
 from megatron_fr.runtime.device import prepare_process, resolve_device
-
-if TYPE_CHECKING:
-    from megatron_fr.trainer.loop import StopRequest
+from megatron_fr.trainer.stop import StopRequest
 
 
 def main() -> int:
@@ -32,7 +30,6 @@ def main() -> int:
         help="go on from this training checkpoint; auto: from the newest usable one in output, if any; never: start "
         "anew (default: what checkpoint.resume says)",
     )
-    parser.add_argument("--resume-checked", action="store_true", help="that checkpoint's checksums were compared")
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     arguments = parser.parse_args()
     try:
@@ -40,9 +37,9 @@ def main() -> int:
         device = resolve_device(config.device)
         prepare_process(device)
         # Only now: these import Megatron-Core, which the device has to be prepared for.
-        from megatron_fr.checkpoint.check import folder_to_resume
+        from megatron_fr.runtime.collectives import from_rank_zero
+        from megatron_fr.trainer.assemble import train
         from megatron_fr.trainer.distributed import initialize, shutdown
-        from megatron_fr.trainer.loop import StopRequest, TrainerLoop
 
         stop = StopRequest()
         info = initialize(config.parallel, device, config.seed, timeout_s=config.sync.timeout_s)
@@ -50,12 +47,11 @@ def main() -> int:
         if service_url is None:
             shutdown()
             return 0
-        resume = folder_to_resume(config, arguments.resume, checked=arguments.resume_checked)
-        loop = TrainerLoop(config, device, info, service_url, stop, resume)
-        checkpoint = loop.run()
-        loop.close()
+        given = arguments.resume or config.checkpoint.resume
+        resume = from_rank_zero(lambda: find_resumed(config.output, given))
+        folder = train(config, device, info, service_url, stop, resume)
         if info.rank == 0:
-            print(f"checkpoint: {checkpoint}", flush=True)
+            print(f"checkpoint: {folder}", flush=True)
         shutdown()
     except MegatronFRError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -71,7 +67,7 @@ def find_service(given: str, stop: StopRequest) -> str | None:
 
     A collective, and the same on every rank: one that left alone would be waited for by the others.
     """
-    from megatron_fr.trainer.data.loader import from_rank_zero
+    from megatron_fr.runtime.collectives import from_rank_zero  # imports torch
 
     def look() -> tuple[bool, str | None]:
         if stop:

@@ -18,11 +18,10 @@ from safetensors.torch import load_file
 from megatron_fr.errors import ConfigError, ModelError
 from megatron_fr.hf.archive import PayloadFinder, frame
 from megatron_fr.hf.checkpoint_files import CheckpointFiles
-from megatron_fr.hf.folder import read_hf_config
+from megatron_fr.hf.folder import read_spec
 from megatron_fr.hf.inspect import inspect_folder
 from megatron_fr.hf.to_hf import compare, convert_megatron_to_hf
 from megatron_fr.hf.to_megatron import convert_hf_to_megatron
-from megatron_fr.models.registry import entries
 from megatron_fr.tiny import make_untrained
 from tests.support.parallel_launch import initialize_layout, run_ranks
 from tests.support.small_disk import SmallDisk
@@ -74,18 +73,18 @@ def load_and_save_again(jobs: list[tuple[Path, Path, dict[str, int], Path, Path]
         config, device = initialize_layout(folder, layout)
         from megatron.core import dist_checkpointing, parallel_state
 
-        from megatron_fr.checkpoint.weights_checkpoint import load_weights, save_weights
+        from megatron_fr.checkpoint.io import load_weights, save_weights
         from megatron_fr.hf.export import iter_hf_tensors
-        from megatron_fr.hf.folder import read_hf_config
+        from megatron_fr.hf.folder import read_spec
         from megatron_fr.trainer.model import build_model
 
-        hf_config = read_hf_config(folder)
-        chunks = build_model(hf_config, config, device)
+        spec = read_spec(folder)
+        chunks = build_model(spec, config, device)
         load_weights(chunks, converted)
         wanted = tensors(folder)
         wrong = [
             name
-            for name, tensor in iter_hf_tensors(chunks, hf_config)
+            for name, tensor in iter_hf_tensors(chunks, spec)
             if tensor is not None and not torch.equal(tensor, wanted[name])
         ]
         answers.append(wrong)
@@ -149,7 +148,7 @@ def test_several_threads_write_several_files_with_index_and_tokenizer(models: di
 def test_verification_finds_a_single_changed_bit(models: dict[str, Path], tmp_path: Path) -> None:
     checkpoint = convert_hf_to_megatron(models["moe"], tmp_path / "checkpoint")
     out = convert_megatron_to_hf(checkpoint, tmp_path / "out")
-    number = len(list(entries(read_hf_config(out))))
+    number = len(list(read_spec(out).parameters()))
     for threads in (1, 3, 2 * number):
         assert compare(checkpoint, out, threads=threads) == number
     weights = out / "model.safetensors"
