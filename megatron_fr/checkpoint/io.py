@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -27,10 +28,9 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from megatron_fr.checkpoint.state import Pieces, adam_step, local_pieces, set_adam_step
+from megatron_fr.checkpoint.state import Pieces, Trained, adam_step, local_pieces, set_adam_step
 from megatron_fr.errors import CheckpointError, ModelError
 from megatron_fr.runtime.collectives import from_rank_zero
-from megatron_fr.trainer.policy import Policy
 
 #: Ranks may finish their files this far apart.
 _WRITE_TIMEOUT = timedelta(days=1)
@@ -47,7 +47,7 @@ class BackgroundWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[dict[str, int]] | None = None
 
-    def begin(self, folder: Path, policy: Policy) -> dict[str, Any]:
+    def begin(self, folder: Path, policy: Trained) -> dict[str, Any]:
         """Copy the policy's state and start writing it to the existing ``folder``, which holds nothing of it.
 
         Returns:
@@ -86,7 +86,7 @@ class BackgroundWriter:
 
 
 @torch.no_grad()
-def read(folder: Path, policy: Policy, extra: Mapping[str, Any]) -> None:
+def read(folder: Path, policy: Trained, extra: Mapping[str, Any]) -> None:
     """Load what :class:`BackgroundWriter` wrote, in this run's layout. A collective.
 
     Random states are restored in the layout that they were saved in. In another one there is no rank that they belong
@@ -170,11 +170,11 @@ class _Reader(dcp.FileSystemReader):
     """Compares what it reads with the sums that torch stores and does not look at itself."""
 
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
-        view = super()._slice_file(file, sinfo)
-        if ZipFile(view).testzip() is not None:
+        data = BytesIO(super()._slice_file(file, sinfo).read(-1))
+        if ZipFile(data).testzip() is not None:
             raise CheckpointError(f"{sinfo.relative_path} has another content than was written")
-        view.seek(0)
-        return view
+        data.seek(0)
+        return data
 
 
 class _Writer(dcp.FileSystemWriter):

@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -35,6 +36,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from megatron_fr.errors import CheckpointError
+from megatron_fr.models.spec import ModelSpec
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "param"  # as Megatron calls the float32 copy in memory
@@ -44,6 +46,38 @@ _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 Sharded = dict[str, Any]
 Shape = tuple[int, ...]
+
+
+class Stepped(Protocol):
+    """What takes optimizer steps."""
+
+    @property
+    def optimizer(self) -> Any:
+        """A ``MegatronOptimizer``."""
+
+    @property
+    def schedule(self) -> Any:
+        """An ``OptimizerParamScheduler``."""
+
+
+class Trained(Protocol):
+    """What a checkpoint saves of one rank; the trainer's ``Policy`` is one."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Of the model."""
+
+    @property
+    def source(self) -> Path:
+        """The Hugging Face folder that the model came from."""
+
+    @property
+    def chunks(self) -> Sequence[torch.nn.Module]:
+        """The rank's Megatron-Core model chunks."""
+
+    @property
+    def step(self) -> Stepped:
+        """Their optimizer and schedule."""
 
 
 class Pieces:
@@ -149,8 +183,8 @@ def split_range(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Sh
     """Offset and shape of each box that elements ``start`` to ``stop`` of a row-major tensor fill, in their order."""
     if start >= stop:
         return
-    if len(shape) == 1:
-        yield (start,), (stop - start,)
+    if len(shape) <= 1:
+        yield (start,) * len(shape), (stop - start,) * len(shape)
         return
     row = math.prod(shape[1:])
     first, last = -(-start // row), stop // row  # the whole rows
@@ -184,10 +218,10 @@ def _add(found: dict[str, Pieces], prefix: str, entry: Any, tensor: torch.Tensor
         ).boxes
         at = max(start - begin, 0)
         for offset, size in split_range(shard.local_shape, at, min(start + flat.numel() - begin, shard.data.numel())):
-            whole = zip(shard.global_offset, (*[0] * lead, *offset), strict=True)
+            place = torch.Size(a + b for a, b in zip(shard.global_offset, (*[0] * lead, *offset), strict=True))
+            assert place not in pieces, (shard.key, place)
             first = begin + at - start
-            box = flat[first : first + math.prod(size)].view(*[1] * lead, *size)
-            pieces[torch.Size(a + b for a, b in whole)] = box
+            pieces[place] = flat[first : first + math.prod(size)].view(*[1] * lead, *size)
             at += math.prod(size)
 
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_fr.checkpoint import io, store
+from megatron_fr.checkpoint.state import Trained
 from megatron_fr.checkpoint.store import RunRecord
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import CheckpointError, ModelError
 from megatron_fr.hf.folder import copy_other_files
 from megatron_fr.runtime.collectives import from_rank_zero
-from megatron_fr.trainer.policy import Policy
 
 
 class TrainingCheckpoints:
@@ -33,7 +33,7 @@ class TrainingCheckpoints:
         CheckpointError: another run writes to ``output``, or it cannot be written.
     """
 
-    def __init__(self, config: RunConfig, policy: Policy, rollout_state: Callable[[], bytes]) -> None:
+    def __init__(self, config: RunConfig, policy: Trained, rollout_state: Callable[[], bytes]) -> None:
         self._config = config
         self._policy = policy
         self._rollout_state = rollout_state
@@ -182,7 +182,7 @@ def _flat(fixed: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _fixed(config: RunConfig, policy: Policy) -> dict[str, Any]:
+def _fixed(config: RunConfig, policy: Trained) -> dict[str, Any]:
     """What must not change: the tensors' shapes and meaning, what the tokens are, and what the counters count."""
     tokenizer = policy.source / "tokenizer.json"
     return {

@@ -21,20 +21,20 @@ def common_fields(config: ConfigFields) -> dict[str, Any]:
     config.only("hidden_act", "silu")
     config.only("rope_parameters.rope_type", "default", "default")
     config.only("use_sliding_window", False, False)
-    layers, hidden, heads = map(config.size, ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    layers, hidden, heads = map(config.number, ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     config.only("layer_types", ["full_attention"] * layers, ["full_attention"] * layers)
     return {
         "layers": layers,
         "hidden": hidden,
         "heads": heads,
-        "kv_heads": config.size("num_key_value_heads"),
-        "head_dim": config.size("head_dim") if config.get("head_dim") is not None else hidden // heads,
-        "ffn": config.size("intermediate_size"),
-        "vocab": config.size("vocab_size"),
+        "kv_heads": config.number("num_key_value_heads"),
+        "head_dim": config.number("head_dim", hidden // heads),
+        "ffn": config.number("intermediate_size"),
+        "vocab": config.number("vocab_size"),
         "tie": config.get("tie_word_embeddings", False),
         "norm_eps": config.number("rms_norm_eps"),
         "rope_theta": config.number("rope_parameters.rope_theta"),
-        "max_positions": config.size("max_position_embeddings"),
+        "max_positions": config.number("max_position_embeddings"),
         "quantized": config.get("quantization_config") is not None,
     }
 

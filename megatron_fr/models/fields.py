@@ -41,27 +41,16 @@ class ConfigFields:
         value = self._values.get(name)
         return default if value is None else value
 
-    def size(self, name: str) -> int:
-        """A whole number of 1 or more.
-
-        Raises:
-            ModelError: the field has another value.
-        """
-        value = self.get(name)
-        if not isinstance(value, int) or value < 1:
-            raise ModelError(f"config.json: {name} is {value!r}, expected 1 or more")
-        return value
-
-    def number(self, name: str) -> float:
+    def number(self, name: str, default: Any = None) -> Any:
         """A number above 0.
 
         Raises:
             ModelError: the field has another value.
         """
-        value = self.get(name)
+        value = self.get(name, default)
         if not isinstance(value, int | float) or not value > 0:
             raise ModelError(f"config.json: {name} is {value!r}, expected a number above 0")
-        return float(value)
+        return value
 
     def only(self, name: str, supported: Any, default: Any = None) -> None:
         """Accept one value of a field.

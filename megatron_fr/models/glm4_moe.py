@@ -17,10 +17,10 @@ def describe(config: ConfigFields) -> ModelSpec:
     config.only("n_group", 1)
     config.only("topk_group", 1)
     common = common_fields(config)
-    layers, width = common["layers"], config.size("moe_intermediate_size")
+    layers, width = common["layers"], config.number("moe_intermediate_size")
     first_moe, extra = config.get("first_k_dense_replace", 0), config.get("num_nextn_predict_layers", 0)
     bias, qk_norm = config.get("attention_bias", False), config.get("use_qk_norm", False)
-    rotary_percent = config.get("rope_parameters.partial_rotary_factor", 1.0)
+    rotary_percent = config.number("rope_parameters.partial_rotary_factor", 1.0)
     config.only("partial_rotary_factor", rotary_percent, rotary_percent)
     return ModelSpec(
         architecture="Glm4MoeForCausalLM",
@@ -33,18 +33,17 @@ def describe(config: ConfigFields) -> ModelSpec:
         ),
         qkv_bias=bias,
         qk_norm=qk_norm,
-        experts=config.size("n_routed_experts"),
+        experts=config.number("n_routed_experts"),
         moe_ffn=width,
-        shared_ffn=width * config.size("n_shared_experts"),
-        top_k=config.size("num_experts_per_tok"),
+        shared_ffn=width * config.number("n_shared_experts"),
+        top_k=config.number("num_experts_per_tok"),
         moe_layers=tuple(range(first_moe, layers)),
         rotary_percent=rotary_percent,
         transformer={
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
             "moe_router_bias_update_rate": 0.0,
-            "moe_router_topk_scaling_factor": config.get("routed_scaling_factor", 1.0),
-            "moe_shared_expert_intermediate_size": width * config.size("n_shared_experts"),
+            "moe_router_topk_scaling_factor": config.number("routed_scaling_factor", 1.0),
         },
         tool_calls="glm45",
         unused_tensors=tuple(f"model.layers.{layers + layer}." for layer in range(extra)),

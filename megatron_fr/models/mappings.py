@@ -49,11 +49,6 @@ class WeightMapping:
     hf: tuple[str, ...]
 
     @property
-    def per_layer(self) -> bool:
-        """Whether there is one for every layer."""
-        return "{layer}" in self.param
-
-    @property
     def per_expert(self) -> bool:
         """Whether there is one for every expert; these shard over expert TP instead of TP."""
         return "{expert}" in self.param

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron_fr.errors import CheckpointError, TrajectoryError
-from megatron_fr.rollout.runner import Unfinished
+from megatron_fr.rollout.runner import Group, Member
 from megatron_fr.rollout.training import TrainingRollouts
 from megatron_fr.trajectory import Trajectory, decode, encode
 
@@ -73,7 +73,7 @@ def take_state(rollouts: TrainingRollouts, version: int) -> RolloutState:
             refused=rollouts.pool.refused,
         ),
         unfinished=[
-            {"group_id": u.group_id, "prompt_id": u.prompt.id, "index": u.index, "attempt": u.attempt}
+            {"group_id": u.group.id, "prompt_id": u.group.prompt.id, "index": u.index, "attempt": u.attempt}
             for u in unfinished
         ],
         prompts=rollouts.cursor.order,
@@ -107,10 +107,9 @@ def restore_state(rollouts: TrainingRollouts, state: RolloutState) -> None:
         rollouts.queue.restore(state.ready, state.partial, counters.next_batch)
     except TrajectoryError as error:
         raise CheckpointError(f"the checkpoint's trajectories do not fit this run: {error}") from error
-    rollouts.pool.restore(
-        [Unfinished(u["group_id"], by_id[u["prompt_id"]], u["index"], u["attempt"]) for u in state.unfinished],
-        counters.groups,
-    )
+    groups = {u["group_id"]: Group(u["group_id"], by_id[u["prompt_id"]]) for u in state.unfinished}
+    unfinished = [Member(groups[u["group_id"]], u["index"], u["attempt"]) for u in state.unfinished]
+    rollouts.pool.restore(unfinished, counters.groups)
     rollouts.pool.finished, rollouts.pool.refused = counters.finished, counters.refused
 
 

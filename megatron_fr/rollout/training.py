@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from megatron_fr.agents.contract import Prompt
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import MegatronFRError
+from megatron_fr.rollout.cursor import PromptCursor
 from megatron_fr.rollout.episode import EpisodeRunner
-from megatron_fr.rollout.prompts import PromptCursor
 from megatron_fr.rollout.queue import TrajectoryQueue
 from megatron_fr.rollout.runner import RunnerPool
 from megatron_fr.rollout.staleness import StalenessGate

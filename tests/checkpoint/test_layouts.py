@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from megatron_fr.checkpoint.store import (
     all_checkpoints,
@@ -42,24 +43,25 @@ VOCAB = 515  # odd: TP 2 has a padding row, TP 1 has none
 
 @pytest.mark.slow
 def test_weights_and_moments_survive_every_change_of_layout_bit_by_bit(tmp_path: Path) -> None:
-    model = str(make_untrained(tmp_path / "moe", family="qwen3_moe", vocab_size=VOCAB, num_layers=4))
+    model = str(make_untrained(tmp_path / "glm", family="glm4_moe", vocab_size=VOCAB, num_layers=4))
+    other = str(make_untrained(tmp_path / "moe", family="qwen3_moe", vocab_size=VOCAB))
     chains = (("tp", "ep", "vpp", "one"), ("half", "half_tp", "half_one"))
     order = [str(tmp_path / name) for chain in chains for name in chain]
     tp, ep, vpp, one, half, half_tp, half_one = order
     tp_2, ep_2 = {"world_size": 2, "tp": 2}, {"world_size": 2, "ep": 2}
     # Of four ranks two share each dense parameter's optimizer state, and two each expert's.
-    four: list[Job] = [(model, {"world_size": 4, "tp": 2, "ep": 2}, "bfloat16", None, half)]
+    four: list[Job] = [(other, {"world_size": 4, "tp": 2, "ep": 2}, "bfloat16", None, half)]
     two: list[Job] = [
         (model, tp_2, "float32", None, tp),
         (model, tp_2, "float32", tp, None),
         (model, ep_2, "float32", tp, None),
         (model, ep_2, "float32", tp, ep),  # dense layers: distributed optimizer over DP 2
         (model, {"world_size": 2, "pp": 2, "vpp": 2}, "float32", ep, vpp),
-        (model, tp_2, "bfloat16", half, half_tp),
+        (other, tp_2, "bfloat16", half, half_tp),
     ]
     single: list[Job] = [
         (model, {"distributed_optimizer": False}, "float32", vpp, one),
-        (model, {"distributed_optimizer": False}, "bfloat16", half_tp, half_one),
+        (other, {"distributed_optimizer": False}, "bfloat16", half_tp, half_one),
     ]
     run = tmp_path / "run"
     (split, *_) = run_ranks(pass_on, 4, jobs=four)
@@ -74,17 +76,17 @@ def test_weights_and_moments_survive_every_change_of_layout_bit_by_bit(tmp_path:
         assert len(moments) > 20
         assert all(bool(value.any()) for value in moments)
         assert any("fp32_param" in name for name in wanted) == (start == half)
-        for other in later:
-            assert tensors[other].keys() == wanted.keys()
+        for later_one in later:
+            assert tensors[later_one].keys() == wanted.keys()
             for name, value in wanted.items():
                 rows = VOCAB if name.endswith(("word_embeddings.weight", "output_layer.weight")) else None
-                assert torch.equal(tensors[other][name][:rows], value[:rows]), f"{other}: {name}"
-            assert found[other]["weights"].keys() == found[start]["weights"].keys()
+                assert torch.equal(tensors[later_one][name][:rows], value[:rows]), f"{later_one}: {name}"
+            assert found[later_one]["weights"].keys() == found[start]["weights"].keys()
             for name, value in found[start]["weights"].items():
-                assert torch.equal(found[other]["weights"][name], value), f"{other}: {name} after the bridge"
-            assert found[other]["extra"] | {"layout": None} == found[start]["extra"] | {"layout": None}
-            assert found[other]["extra"]["adam_step"] == 2
-            assert found[other]["lr"] == found[start]["lr"] > 0
+                assert torch.equal(found[later_one]["weights"][name], value), f"{later_one}: {name} after the bridge"
+            assert found[later_one]["extra"] | {"layout": None} == found[start]["extra"] | {"layout": None}
+            assert found[later_one]["extra"]["adam_step"] == 2
+            assert found[later_one]["lr"] == found[start]["lr"] > 0
 
     # Random states: in the same layout each rank goes on with its own; in another one all go on from what one says.
     for rank in (first, second):
@@ -97,6 +99,27 @@ def test_weights_and_moments_survive_every_change_of_layout_bit_by_bit(tmp_path:
 
     check_files(run, Path(half))
     check_conversion(run, found[tp]["weights"], Path(model), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_correction_bias_is_saved_in_float32_and_loaded_in_another_layout(tmp_path: Path) -> None:
+    folder = make_untrained(tmp_path / "glm", family="glm4_moe", vocab_size=VOCAB)
+    model, saved, again = str(folder), str(tmp_path / "tp"), str(tmp_path / "ep")
+    jobs: list[Job] = [
+        (model, {"world_size": 2, "tp": 2}, "bfloat16", None, saved),
+        (model, {"world_size": 2, "ep": 2}, "bfloat16", saved, again),
+    ]
+    (before, after), _ = run_ranks(pass_on, 2, jobs=jobs)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    bias = load_file(folder / "model.safetensors")[name]
+    assert bias.dtype == torch.float32
+    assert torch.equal(before["weights"][name], bias)
+    assert before["weights"].keys() == after["weights"].keys()
+    for key, value in before["weights"].items():
+        assert torch.equal(after["weights"][key], value), key
+    first, second = run_ranks(whole_tensors, 1, folders=[saved, again])[0]
+    assert torch.equal(first["decoder.layers.1.mlp.router.expert_bias"], bias)
+    assert first.keys() == second.keys()
 
 
 def check_files(run: Path, split: Path) -> None:
@@ -112,6 +135,8 @@ def check_files(run: Path, split: Path) -> None:
     assert manifest == {name: {"bytes": size} for name, size in files.items()}
 
     stored = FileSystemReader(split).read_metadata()
+    objects = {key for key, entry in stored.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)}
+    assert objects == {f"rng_state/shard_{rank}_4" for rank in range(4)} | {"common_state/shard_0_1"}
     sizes: Counter[str] = Counter()
     for index, place in stored.storage_data.items():
         if index.fqn.startswith("optimizer."):

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import CheckpointError
-from megatron_fr.rollout.prompts import PromptCursor
+from megatron_fr.rollout.cursor import PromptCursor
 from megatron_fr.rollout.state import RolloutState, decode_state, encode_state, read_state
 from tests.support.recorded import PROMPTS, Rollouts, seeded_delay
 

@@ -165,7 +165,7 @@ GLM = {"architectures": ["Glm4MoeForCausalLM"], "num_hidden_layers": 3, "rope_th
         ({"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
         ({"n_group": 4}, "n_group=4 is not supported"),
         ({"topk_group": 2}, "topk_group=2 is not supported"),
-        ({"n_shared_experts": 0}, "n_shared_experts is 0, expected 1 or more"),
+        ({"n_shared_experts": 0}, "n_shared_experts is 0, expected a number above 0"),
         ({"q_lora_rank": 512}, "q_lora_rank=512: unknown"),
         ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn' is not supported"),

@@ -94,7 +94,7 @@ COUNTS = {
     "Qwen2.5-7B-Instruct": 7_615_616_512,
     "Qwen2.5-Math-1.5B": 1_543_714_304,
     "DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
-    "GLM-4.5-Air": 0,
+    "GLM-4.5-Air": 106_852_245_504,
 }
 
 

@@ -119,7 +119,7 @@ def _update(job: Job, device: Any) -> dict[str, Any]:
 
     policy = build_policy(config, device)
     client: Any = ListedBatch(decode((job.folder / "batch.npz").read_bytes()))
-    loader = BatchLoader.of(config, policy, client, device.torch_device)
+    loader = BatchLoader(config, policy, client, device.torch_device)
     batch = loader.lease(0)
     assert batch.signal
 
