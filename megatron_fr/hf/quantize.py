@@ -298,4 +298,5 @@ def _input_scale(folder: Path, quantizer: str, scales: Mapping[str, torch.Tensor
 def _logprobs(model: Any, ids: torch.Tensor) -> torch.Tensor:
     ids = ids.to(model.device)
     logits = model(ids).logits[0, :-1].float()
-    return logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+    logprobs: torch.Tensor = logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+    return logprobs

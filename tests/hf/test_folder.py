@@ -219,6 +219,7 @@ def _config(folder: Path) -> RunConfig:
     )
 
 
+@pytest.mark.slow
 def test_a_folder_is_replaced_whole_in_the_stated_dtype_and_a_failed_write_is_an_error_on_every_rank(
     folder: Path, tmp_path: Path
 ) -> None:
