@@ -23,8 +23,7 @@ from megatron_fr.checkpoint.retention import retain, set_newer_aside
 from megatron_fr.checkpoint.store import RunRecord
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import CheckpointError, ModelError
-from megatron_fr.hf.folder import copy_other_files
-from megatron_fr.hf.to_megatron import HF_FILES
+from megatron_fr.hf.folder import HF_FILES, copy_other_files
 from megatron_fr.models.dims import Dims
 from megatron_fr.models.registry import is_tied
 from megatron_fr.trainer.data.loader import from_rank_zero

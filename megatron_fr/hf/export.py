@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_fr.hf.tensor_file import TensorSpec
 from megatron_fr.models import local
 from megatron_fr.models.dims import Dims
 from megatron_fr.models.local import Placement
 from megatron_fr.models.mappings import Rule
 from megatron_fr.models.registry import Entry, entries
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor's name, shape and dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the data."""
+        return prod(self.shape) * self.dtype.itemsize
 
 
 def hf_tensor_specs(hf_config: Any, dtype: torch.dtype) -> list[TensorSpec]:
@@ -49,7 +64,7 @@ def iter_hf_tensors(chunks: Sequence[torch.nn.Module], hf_config: Any) -> Iterat
             shards = [
                 held[entry.param].data
                 if source == 0
-                else _receive(source, _shard_shape(entry.rule, dims, len(sources)), example)
+                else _receive(source, shard_shape(entry.rule, dims, len(sources)), example)
                 for source in sources
             ]
             yield from zip(entry.hf, entry.rule.gather(shards, dims), strict=True)
@@ -88,6 +103,7 @@ def _receive(source: int, shape: tuple[int, ...], example: torch.Tensor) -> torc
 
 
 @functools.lru_cache(maxsize=256)
-def _shard_shape(rule: Rule, dims: Dims, size: int) -> tuple[int, ...]:
+def shard_shape(rule: Rule, dims: Dims, size: int) -> tuple[int, ...]:
+    """Shape of one rank's shard at TP ``size``; at size 1 of the whole parameter."""
     wholes = [torch.empty(shape, device="meta") for shape in rule.hf_shapes(dims)]
     return tuple(rule.shard(wholes, dims, 0, size).shape)
