@@ -17,7 +17,7 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_fr.convert.report import report, sizes
+from megatron_fr.convert.report import report
 
 
 def main() -> int:

@@ -45,7 +45,7 @@ def main() -> int:
             overwrite=arguments.overwrite,
             shard_bytes=int(arguments.shard_gb * 1e9),
         ),
-        arguments.verify,
+        verified=arguments.verify,
     )
 
 
