@@ -77,7 +77,9 @@ class StoredTensors:
             if not path.is_file():
                 raise ModelError(f"{path} is missing; it holds {index.fqn!r} among others; use another checkpoint")
             if path.stat().st_size < info.offset + info.length:
-                raise ModelError(f"{path} is cut off: tensor {index.fqn!r} should end at byte {info.offset + info.length}")
+                raise ModelError(
+                    f"{path} is cut off: tensor {index.fqn!r} should end at byte {info.offset + info.length}"
+                )
 
     def read(self, key: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """The block of a tensor that begins at ``start``, which may leave out its last axes.
@@ -87,8 +89,12 @@ class StoredTensors:
         """
         entry = self.tensors[key]
         start = (*start, *[0] * (len(shape) - len(start)))
-        if len(shape) != len(entry.size) or any(a + n > size for a, n, size in zip(start, shape, entry.size, strict=True)):
-            raise ModelError(f"{self.folder}: tensor {key!r} has shape {tuple(entry.size)}, config.json implies {shape}")
+        if len(shape) != len(entry.size) or any(
+            a + n > size for a, n, size in zip(start, shape, entry.size, strict=True)
+        ):
+            raise ModelError(
+                f"{self.folder}: tensor {key!r} has shape {tuple(entry.size)}, config.json implies {shape}"
+            )
         block = torch.empty(shape, dtype=entry.properties.dtype)
         wanted = ChunkStorageMetadata(offsets=torch.Size(start), sizes=torch.Size(shape))
         items = create_read_items_for_chunk_list(key, entry, [wanted])

@@ -76,7 +76,9 @@ def compare(checkpoint: Path, hf_folder: Path, hf_config: Any, *, written: str =
     with open_weights(hf_folder, hf_config) as files:
         for entry, stored in read_parameters(StoredTensors(checkpoint), hf_config):
             found = entry.rule.shard([files.tensor(name) for name in entry.hf], dims, 0, 1)
-            if not _same_bits(*((stored.to(found.dtype), found) if written == "hf" else (stored, found.to(stored.dtype)))):
+            if not _same_bits(
+                *((stored.to(found.dtype), found) if written == "hf" else (stored, found.to(stored.dtype)))
+            ):
                 whole = zip(entry.hf, entry.rule.gather([stored], dims), strict=True)
                 name = next((n for n, value in whole if not torch.equal(value, files.tensor(n))), entry.hf[0])
                 raise ModelError(f"{files.file(name)}: tensor {name!r} is not what {checkpoint} holds")

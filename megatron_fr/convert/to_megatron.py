@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ def convert_hf_to_megatron(
     """Write ``out_dir``: Megatron's torch_dist files, and ``hf/`` with configuration and tokenizer.
 
     The model is built and loaded as the trainer does it, on CPUs, and any layout can load the result. A process on its
-    own holds the whole model, and only checks that the sizes fit it; ranks that a launcher started split it.
+    own holds the whole model, and only checks that the sizes fit it; ranks that a launcher started split it. The
+    process stays in the world of ranks that it joined.
 
     Args:
         tp, ep, pp: sizes of the layout; experts are not split over TP.
@@ -78,12 +80,10 @@ def convert_hf_to_megatron(
     try:
         return _convert(config, hf_config, source, Path(out_dir), verify=verify, overwrite=overwrite)
     finally:
-        distributed.shutdown()
+        sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
 
 
-def _convert(
-    config: RunConfig, hf_config: Any, source: Path, out: Path, *, verify: bool, overwrite: bool
-) -> Path:
+def _convert(config: RunConfig, hf_config: Any, source: Path, out: Path, *, verify: bool, overwrite: bool) -> Path:
     from megatron_fr.checkpoint.weights_checkpoint import save_weights
     from megatron_fr.hf.load import load_hf_weights
     from megatron_fr.trainer.data.loader import from_rank_zero

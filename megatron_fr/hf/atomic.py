@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from megatron_fr.errors import ModelError
 
 
@@ -51,7 +53,7 @@ def atomic_folder(out: str | Path, *sources: str | Path, overwrite: bool = False
                 _restore(out, old)
                 shutil.rmtree(old, ignore_errors=True)
                 shutil.rmtree(work, ignore_errors=True)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ModelError(f"{out} could not be written: {error}; free space or choose another folder") from error
 
 

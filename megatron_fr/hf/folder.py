@@ -103,15 +103,15 @@ def stated_dtype(folder: Path) -> torch.dtype | None:
     return None if name is None else _DTYPES[name]
 
 
-def copy_other_files(source: Path, out: Path) -> None:
+def copy_other_files(source: Path, out: Path, *, but: str = "") -> None:
     """Copy configuration, generation configuration, tokenizer and chat template; not weights, and not their index.
 
+    Args:
+        but: name of a file that is not copied.
+
     Raises:
-        ModelError: names the file that could not be copied.
+        OSError: names the file that could not be copied.
     """
-    for file in sorted(source.iterdir()):
-        if file.is_file() and file.suffix in _COPIED_SUFFIXES and not file.name.endswith(".index.json"):
-            try:
-                shutil.copyfile(file, out / file.name)
-            except OSError as error:
-                raise ModelError(f"{file} cannot be copied to {out}: {error.strerror}") from error
+    for file in source.iterdir():
+        if file.suffix in _COPIED_SUFFIXES and not file.name.endswith(".index.json") and file.name != but:
+            shutil.copyfile(file, out / file.name)

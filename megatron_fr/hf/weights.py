@@ -46,7 +46,7 @@ class WeightFiles:
         with ExitStack() as opened:
             for file in sorted(set(named.values())) or [SINGLE_NAME]:
                 handle = opened.enter_context(_open(folder / file))
-                self._file_of |= {tensor: (file, handle) for tensor in handle.keys()}  # noqa: SIM118
+                self._file_of |= dict.fromkeys(handle.keys(), (file, handle))
             for tensor, file in named.items():
                 if tensor not in self._file_of or self._file_of[tensor][0] != file:
                     raise ModelError(f"{folder / file} does not hold {tensor!r}, which {INDEX_NAME} says it does")
@@ -144,7 +144,7 @@ def write_weights(
     One file's tensors are in memory at a time.
 
     Raises:
-        ModelError: names the file that cannot be written.
+        OSError, SafetensorError: a file cannot be written; :func:`~megatron_fr.hf.atomic.atomic_folder` explains them.
     """
     files = plan_files(specs, shard_bytes)
     for file, members in files.items():
@@ -153,10 +153,7 @@ def write_weights(
             name, tensor = next(tensors)
             assert (name, tuple(tensor.shape)) == (spec.name, spec.shape), name
             shard[name] = tensor.to("cpu", spec.dtype).contiguous()
-        try:
-            save_file(shard, folder / file, metadata={"format": "pt"})
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"{folder / file} cannot be written: {error}; free space") from error
+        save_file(shard, folder / file, metadata={"format": "pt"})
     if len(files) > 1:
         total = sum(spec.num_bytes for spec in specs)
         weight_map = {spec.name: file for file, members in files.items() for spec in members}
