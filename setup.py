@@ -37,7 +37,7 @@ setup(
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch]"],
-        "test": ["mypy", "pytest", "ruff", "types-PyYAML", "types-psutil"],
+        "test": ["import-linter", "mypy", "pytest", "ruff", "types-PyYAML", "types-psutil"],
     },
     entry_points={
         "console_scripts": ["megatron-fr = megatron_fr.cli.__main__:main"],

@@ -92,11 +92,11 @@ def convert(
         as :func:`generate`, and for each kind least seconds, least seconds until on disk, largest growth in bytes.
     """
     size, layer = generate(source, file_bytes, *shape)
-    from megatron_fr.hf.folder import read_hf_config
+    from megatron_fr.hf.folder import read_spec
     from megatron_fr.hf.to_hf import convert_megatron_to_hf
     from megatron_fr.hf.to_megatron import convert_hf_to_megatron
 
-    read_hf_config(source)  # its imports are no conversion's time
+    read_spec(source)  # its imports are no conversion's time
     work = source.parent
     jobs: dict[str, tuple[Callable[..., object], Path, Path]] = {
         "copy": (shutil.copytree, source, work / "copy"),
@@ -178,14 +178,14 @@ def steps(
     config: RunConfig, source: Path, file_bytes: int, package: str, number: int
 ) -> Iterator[Callable[[], object]]:
     """Build the model, then give what loads the folder into it, and what saves it beside the folder."""
-    from megatron_fr.hf.folder import read_hf_config
+    from megatron_fr.hf.folder import read_spec
     from megatron_fr.hf.load import load_hf_weights
     from megatron_fr.hf.save import save_hf_folder
     from megatron_fr.runtime.device import resolve_device
     from megatron_fr.trainer.model import build_model
 
-    hf_config, out = read_hf_config(source), source.parent / f"saved_by_{package}_{number}"
-    chunks = build_model(hf_config, config, resolve_device("cpu"))
+    spec, out = read_spec(source), source.parent / f"saved_by_{package}_{number}"
+    chunks = build_model(spec, config, resolve_device("cpu"))
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
         parameter.data.fill_(1.0)  # all of the model's memory is the process's before the first measurement
     if package == "mbridge":
@@ -193,8 +193,8 @@ def steps(
         yield lambda: bridge.load_weights(chunks, str(source))
         yield lambda: bridge.save_weights(chunks, str(out))
     else:
-        yield lambda: load_hf_weights(chunks, hf_config, source)
-        yield lambda: save_hf_folder(chunks, hf_config, source, out, shard_bytes=file_bytes)
+        yield lambda: load_hf_weights(chunks, spec, source)
+        yield lambda: save_hf_folder(chunks, spec, source, out, shard_bytes=file_bytes)
 
 
 def timed(step: Callable[[], object]) -> list[float]:

@@ -150,10 +150,10 @@ class Trajectory:
             raise refuse("reward", f"is {self.reward}")
         if self.finish_reason not in get_args(FinishReason):
             raise refuse("finish_reason", f"is {self.finish_reason!r}, expected one of {get_args(FinishReason)}")
-        if self.routed_experts is not None and (problem := self.route_problem(limits)) is not None:
-            raise refuse("routed_experts", problem)
+        if self.routed_experts is not None and (reason := self.check_routes(limits)) is not None:
+            raise refuse("routed_experts", reason)
 
-    def route_problem(self, limits: ModelLimits) -> str | None:
+    def check_routes(self, limits: ModelLimits) -> str | None:
         """Why ``routed_experts`` cannot be replayed on this model, or None when it can."""
         routes = self.routed_experts
         if routes is None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, formatting, types, tests. Arguments go to pytest: tests/run.sh -m "not slow" tests/algorithm
+# Lint, formatting, import contracts, types, tests. Arguments go to pytest: tests/run.sh -m "not slow" tests/algorithm
 #
 # Without arguments the tests run in two processes: engines and layouts in one, and beside it what needs a single core.
 set -euo pipefail
@@ -11,6 +11,7 @@ export OMP_NUM_THREADS=1
 
 echo "ruff check" && "$python" -m ruff check .
 echo "ruff format" && "$python" -m ruff format --check .
+echo "import contracts" && "${python%/*}/lint-imports" --no-logo
 echo "mypy" && "$python" -m mypy
 echo "pytest"
 if (($#)); then

@@ -12,7 +12,7 @@ from megatron_fr.cli import doctor
 @pytest.mark.slow
 def test_a_healthy_installation_is_reported_ready_with_a_line_a_check():
     result = subprocess.run(
-        [sys.executable, "-c", "import sys; from megatron_fr import doctor; sys.exit(doctor.run())"],
+        [sys.executable, "-c", "import sys; from megatron_fr.cli import doctor; sys.exit(doctor.run())"],
         capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     lines = result.stdout.splitlines()

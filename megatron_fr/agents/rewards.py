@@ -41,9 +41,9 @@ class RewardRunner:
         try:
             await self._server.start()
             for path in ("megatron_fr.agents.reward_call:score", function):
-                if (problem := await self._server.preload(path)) is not None:
+                if (reason := await self._server.preload(path)) is not None:
                     raise RewardError(
-                        f"reward.function={function!r} cannot be imported: {problem}; give module:function of a "
+                        f"reward.function={function!r} cannot be imported: {reason}; give module:function of a "
                         "function on PYTHONPATH"
                     )
         except BaseException:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,9 +23,7 @@ from megatron_fr.checkpoint.store import RunRecord
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import CheckpointError, ModelError
 from megatron_fr.hf.folder import HF_FILES, copy_other_files
-from megatron_fr.models.dims import Dims
-from megatron_fr.models.registry import is_tied
-from megatron_fr.trainer.data.loader import from_rank_zero
+from megatron_fr.runtime.collectives import from_rank_zero
 from megatron_fr.trainer.policy import Policy
 
 
@@ -172,19 +169,10 @@ class TrainingCheckpoints:
 
 def _fixed(config: RunConfig, policy: Policy) -> dict[str, Any]:
     """What must not change: the tensors' shapes and meaning, what the tokens are, and what the counters count."""
-    hf = policy.hf_config
-    dims = {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(Dims.from_hf(hf)).items()}
-    rope = dict(getattr(hf, "rope_parameters", None) or {})
     tokenizer = policy.source / "tokenizer.json"
     return {
         "model": {
-            "architecture": hf.architectures[0],
-            **dims,
-            "rope_theta": rope.pop("rope_theta", None),
-            "rope_parameters": rope,
-            "rms_norm_eps": hf.rms_norm_eps,
-            "tie_word_embeddings": is_tied(hf),
-            "norm_topk_prob": getattr(hf, "norm_topk_prob", None),
+            **policy.spec.identity(),
             "tokenizer.json": hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else None,
         },
         "model.dtype": config.model.dtype,

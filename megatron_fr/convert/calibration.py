@@ -18,7 +18,7 @@ import torch
 
 from megatron_fr.checkpoint.store import FOLDER, ROLLOUT_FILE, all_checkpoints
 from megatron_fr.errors import CheckpointError, ModelError, TrajectoryError
-from megatron_fr.hf.folder import read_hf_config
+from megatron_fr.hf.folder import read_spec
 from megatron_fr.rollout.state import read_state
 from megatron_fr.trajectory import Trajectory, decode
 
@@ -45,7 +45,7 @@ def read_calibration(
             that the model's vocabulary lacks; or a line is no such object.
     """
     path = Path(path)
-    vocabulary = int(read_hf_config(folder).vocab_size)
+    vocabulary = read_spec(folder).vocab
     if (path / ROLLOUT_FILE).exists():
         path = path / ROLLOUT_FILE
     try:

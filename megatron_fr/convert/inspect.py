@@ -10,9 +10,8 @@ from megatron_fr.convert.quantized import check_quantized
 from megatron_fr.convert.stored import StoredTensors, find_checkpoint
 from megatron_fr.errors import ModelError
 from megatron_fr.hf.export import TensorSpec
-from megatron_fr.hf.folder import read_hf_config
+from megatron_fr.hf.folder import read_spec
 from megatron_fr.hf.weights import INDEX_NAME, SINGLE_NAME, open_weights
-from megatron_fr.models.dims import Dims
 
 
 def inspect_folder(folder: str | Path, *, tensors: bool = False) -> str:
@@ -34,19 +33,18 @@ def inspect_folder(folder: str | Path, *, tensors: bool = False) -> str:
 
 
 def _hugging_face(folder: Path) -> tuple[list[str], list[TensorSpec]]:
-    hf_config = read_hf_config(folder)
-    dims, quantized = Dims.from_hf(hf_config), hasattr(hf_config, "quantization_config")
-    with open_weights(folder, hf_config, quantized=quantized) as files:
+    model = read_spec(folder)
+    with open_weights(folder, model, quantized=model.quantized) as files:
         specs = [files.spec(name) for name in sorted(files.names)]
         count = Counter(files.file(spec.name).name for spec in specs)
-    sizes = f"  {dims.layers} layers, hidden {dims.hidden}, {dims.heads} heads, {dims.kv_heads} KV heads of "
-    sizes += f"{dims.head_dim}, vocabulary {dims.vocab}"
-    if dims.moe_layers:
+    sizes = f"  {model.layers} layers, hidden {model.hidden}, {model.heads} heads, {model.kv_heads} KV heads of "
+    sizes += f"{model.head_dim}, vocabulary {model.vocab}"
+    if model.moe_layers:
         sizes += (
-            f"; {len(dims.moe_layers)} layers with {dims.experts} experts of width {dims.moe_ffn}, top {dims.top_k}"
+            f"; {len(model.moe_layers)} layers with {model.experts} experts of width {model.moe_ffn}, top {model.top_k}"
         )
-    lines = [f"{folder}: Hugging Face folder, {hf_config.architectures[0]}, complete", sizes, _total(specs)]
-    if quantized:
+    lines = [f"{folder}: Hugging Face folder, {model.architecture}, complete", sizes, _total(specs)]
+    if model.quantized:
         lines.append(f"  quantised: {check_quantized(folder)} float8 tensors, each with its scale")
     return lines + [f"  {name}: {number} tensors" for name, number in sorted(count.items())], specs
 

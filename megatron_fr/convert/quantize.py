@@ -12,7 +12,7 @@ import torch
 from megatron_fr.convert.quantized import check_quantized
 from megatron_fr.errors import ModelError
 from megatron_fr.hf.atomic import atomic_folder
-from megatron_fr.hf.folder import copy_other_files, read_hf_config, resolve_folder
+from megatron_fr.hf.folder import copy_other_files, read_spec, resolve_folder
 from megatron_fr.hf.weights import SCALE_SUFFIX, WeightFiles, open_weights
 from megatron_fr.runtime.device import prepare_process, resolve_device
 
@@ -42,7 +42,7 @@ def quantize_hf(
         ModelError: the model cannot be loaded, or the written folder cannot be written or read back; names the file.
     """
     source = resolve_folder(hf_dir)
-    open_weights(source, read_hf_config(source)).close()
+    open_weights(source, read_spec(source)).close()
     with atomic_folder(out_dir, source, overwrite=overwrite) as work:  # a target that is refused costs no calibration
         return _quantize_into(work, source, calibration)
 

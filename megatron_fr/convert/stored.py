@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron_fr.errors import ModelError
 from megatron_fr.hf.export import shard_shape
-from megatron_fr.models.dims import Dims
-from megatron_fr.models.registry import Entry, entries
+from megatron_fr.models.spec import MappedParameter, ModelSpec
 
 METADATA_NAME = ".metadata"
 _LAYER = re.compile(r"^decoder\.layers\.\d+\.")
@@ -141,30 +140,29 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def read_parameters(stored: StoredTensors, hf_config: Any) -> Iterator[tuple[Entry, torch.Tensor]]:
-    """Every parameter of the model as TP size 1 has it, its vocabulary not padded, in the order of the entries.
+def read_parameters(stored: StoredTensors, model: ModelSpec) -> Iterator[tuple[MappedParameter, torch.Tensor]]:
+    """Every parameter of the model as TP size 1 has it, its vocabulary not padded, in their order.
 
     One layer's experts are in memory at a time; an expert's parameter is a view of them.
 
     Raises:
         ModelError: see :meth:`StoredTensors.read`; or the checkpoint lacks a parameter.
     """
-    dims = Dims.from_hf(hf_config)
-    for _, layer in groupby(entries(hf_config), key=lambda entry: entry.layer):
+    for _, layer in groupby(model.parameters(), key=lambda entry: entry.layer):
         experts: dict[str, torch.Tensor] = {}
         for entry in layer:
             key, lead = locate(stored, entry)
-            shape = shard_shape(entry.rule, dims, 1)
+            shape = shard_shape(entry.mapping, model, 1)
             ones = (1,) * len(lead)
             if entry.expert is None:
                 yield entry, stored.read(key, lead, (*ones, *shape)).reshape(shape)
                 continue
             if key not in experts:
-                experts[key] = stored.read(key, lead, (*ones, dims.experts, *shape)).reshape(dims.experts, *shape)
+                experts[key] = stored.read(key, lead, (*ones, model.experts, *shape)).reshape(model.experts, *shape)
             yield entry, experts[key][entry.expert]
 
 
-def locate(stored: StoredTensors, entry: Entry) -> tuple[str, tuple[int, ...]]:
+def locate(stored: StoredTensors, entry: MappedParameter) -> tuple[str, tuple[int, ...]]:
     """Key of a parameter, and its layer's index where all layers share the key.
 
     Raises:
@@ -185,14 +183,14 @@ def _spellings(param: str) -> list[str]:
     return [fused.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"), param]
 
 
-def check_complete(stored: StoredTensors, hf_config: Any) -> None:
+def check_complete(stored: StoredTensors, model: ModelSpec) -> None:
     """Check that the checkpoint has every parameter of the model, and no weight besides.
 
     Raises:
         ModelError: names one that is missing or left over.
     """
-    used = {locate(stored, entry)[0] for entry in entries(hf_config)}
-    if getattr(hf_config, "tie_word_embeddings", False):
+    used = {locate(stored, entry)[0] for entry in model.parameters()}
+    if model.tie:
         used.add("output_layer.weight")  # the last pipeline stage's copy of the embedding
     weights = {key for key in stored.tensors if key.startswith(("decoder.", "embedding.", "output_layer."))}
     if left_over := sorted(weights - used):

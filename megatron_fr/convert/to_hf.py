@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -12,10 +11,10 @@ from megatron_fr.convert.stored import StoredTensors, check_complete, find_check
 from megatron_fr.errors import ModelError
 from megatron_fr.hf.atomic import atomic_folder
 from megatron_fr.hf.export import hf_tensor_specs
-from megatron_fr.hf.folder import HF_FILES, copy_other_files, read_hf_config, resolve_folder, stated_dtype
+from megatron_fr.hf.folder import HF_FILES, copy_other_files, read_spec, resolve_folder, stated_dtype
 from megatron_fr.hf.save import SHARD_BYTES
 from megatron_fr.hf.weights import open_weights, write_weights
-from megatron_fr.models.dims import Dims
+from megatron_fr.models.spec import ModelSpec
 
 
 def convert_megatron_to_hf(
@@ -42,25 +41,24 @@ def convert_megatron_to_hf(
     """
     checkpoint = find_checkpoint(checkpoint_dir)
     source = _hf_files(checkpoint, hf_dir)
-    hf_config = read_hf_config(source)
+    model = read_spec(source)
     stored = StoredTensors(checkpoint)
-    check_complete(stored, hf_config)
+    check_complete(stored, model)
     dtype = stated_dtype(source) or stored.tensors["embedding.word_embeddings.weight"].properties.dtype
     with atomic_folder(out_dir, checkpoint, source, overwrite=overwrite) as work:
-        write_weights(work, hf_tensor_specs(hf_config, dtype), _hf_tensors(stored, hf_config), shard_bytes)
+        write_weights(work, hf_tensor_specs(model, dtype), _hf_tensors(stored, model), shard_bytes)
         copy_other_files(source, work)
         if verify:
-            compare(checkpoint, work, hf_config)
+            compare(checkpoint, work, model)
     return Path(out_dir)
 
 
-def _hf_tensors(stored: StoredTensors, hf_config: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    dims = Dims.from_hf(hf_config)
-    for entry, value in read_parameters(stored, hf_config):
-        yield from zip(entry.hf, entry.rule.gather([value], dims), strict=True)
+def _hf_tensors(stored: StoredTensors, model: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:
+    for entry, value in read_parameters(stored, model):
+        yield from zip(entry.hf, entry.mapping.gather([value], model), strict=True)
 
 
-def compare(checkpoint: Path, hf_folder: Path, hf_config: Any, *, written: str = "hf") -> int:
+def compare(checkpoint: Path, hf_folder: Path, model: ModelSpec, *, written: str = "hf") -> int:
     """Shard a Hugging Face folder and compare every bit of it with a checkpoint.
 
     Args:
@@ -72,14 +70,14 @@ def compare(checkpoint: Path, hf_folder: Path, hf_config: Any, *, written: str =
     Raises:
         ModelError: a tensor is missing, has another shape, or differs; names it.
     """
-    dims, count = Dims.from_hf(hf_config), 0
-    with open_weights(hf_folder, hf_config) as files:
-        for entry, stored in read_parameters(StoredTensors(checkpoint), hf_config):
-            found = entry.rule.shard([files.tensor(name) for name in entry.hf], dims, 0, 1)
+    count = 0
+    with open_weights(hf_folder, model) as files:
+        for entry, stored in read_parameters(StoredTensors(checkpoint), model):
+            found = entry.mapping.shard([files.tensor(name) for name in entry.hf], model, 0, 1)
             if not _same_bits(
                 *((stored.to(found.dtype), found) if written == "hf" else (stored, found.to(stored.dtype)))
             ):
-                whole = zip(entry.hf, entry.rule.gather([stored], dims), strict=True)
+                whole = zip(entry.hf, entry.mapping.gather([stored], model), strict=True)
                 name = next((n for n, value in whole if not torch.equal(value, files.tensor(n))), entry.hf[0])
                 raise ModelError(f"{files.file(name)}: tensor {name!r} is not what {checkpoint} holds")
             count += 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -16,9 +15,10 @@ from megatron_fr.convert.to_hf import compare
 from megatron_fr.errors import ConfigError
 from megatron_fr.hf.atomic import atomic_folder
 from megatron_fr.hf.export import hf_tensor_specs
-from megatron_fr.hf.folder import HF_FILES, copy_other_files, read_hf_config, resolve_folder, stated_dtype
+from megatron_fr.hf.folder import HF_FILES, copy_other_files, read_spec, resolve_folder, stated_dtype
 from megatron_fr.hf.weights import open_weights
-from megatron_fr.models.supported import check_layout
+from megatron_fr.models.layouts import check_layout
+from megatron_fr.models.spec import ModelSpec
 from megatron_fr.runtime.device import prepare_process, resolve_device
 
 
@@ -54,18 +54,18 @@ def convert_hf_to_megatron(
     from megatron_fr.trainer import distributed
 
     source = resolve_folder(hf_dir)
-    hf_config = read_hf_config(source)
+    model = read_spec(source)
     info = distributed.bootstrap()
     alone = info.world_size == 1
     if not alone and (info.world_size % (tp * pp) or info.world_size % (ep * pp)):
         raise ConfigError(f"{info.world_size} ranks are no multiple of --tp={tp} x --pp={pp} and --ep={ep} x --pp={pp}")
     asked = ParallelConfig(world_size=tp * ep * pp if alone else info.world_size, tp=tp, ep=ep, pp=pp)
     try:
-        check_layout(hf_config, asked)
+        check_layout(model, asked)
     except ConfigError as error:
         raise ConfigError(str(error).replace("parallel.", "--")) from error
     parallel = ParallelConfig() if alone else asked
-    with open_weights(source, hf_config) as files:
+    with open_weights(source, model) as files:
         found = stated_dtype(source) or files.tensor("model.embed_tokens.weight").dtype
     config = RunConfig.model_construct(
         model=ModelConfig(path=str(source), dtype=_trained_dtype(dtype or str(found).removeprefix("torch."))),
@@ -73,33 +73,33 @@ def convert_hf_to_megatron(
         train=TrainConfig(num_updates=1, batch_size=1),
     )
     if alone:
-        _check_memory(hf_config, config)
+        _check_memory(model, config)
     device = resolve_device("cpu")
     prepare_process(device)
     distributed.initialize(parallel, device, seed=0, info=info)
     try:
-        return _convert(config, hf_config, source, Path(out_dir), verify=verify, overwrite=overwrite)
+        return _convert(config, model, source, Path(out_dir), verify=verify, overwrite=overwrite)
     finally:
         sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
 
 
-def _convert(config: RunConfig, hf_config: Any, source: Path, out: Path, *, verify: bool, overwrite: bool) -> Path:
+def _convert(config: RunConfig, model: ModelSpec, source: Path, out: Path, *, verify: bool, overwrite: bool) -> Path:
     from megatron_fr.checkpoint.weights_checkpoint import save_weights
     from megatron_fr.hf.load import load_hf_weights
-    from megatron_fr.trainer.data.loader import from_rank_zero
+    from megatron_fr.runtime.collectives import from_rank_zero
     from megatron_fr.trainer.model import build_model
 
     with ExitStack() as stack:
         work = from_rank_zero(lambda: stack.enter_context(atomic_folder(out, source, overwrite=overwrite)))
-        chunks = build_model(hf_config, config, resolve_device("cpu"), routing_replay=False)
-        load_hf_weights(chunks, hf_config, source)
+        chunks = build_model(model, config, resolve_device("cpu"), routing_replay=False)
+        load_hf_weights(chunks, model, source)
         save_weights(chunks, work)
 
         def finish() -> None:
             (work / HF_FILES).mkdir()
             copy_other_files(source, work / HF_FILES)
             if verify:
-                compare(work, source, hf_config, written="checkpoint")
+                compare(work, source, model, written="checkpoint")
 
         from_rank_zero(finish)
     return out
@@ -111,9 +111,9 @@ def _trained_dtype(name: str) -> str:
     return name
 
 
-def _check_memory(hf_config: Any, config: RunConfig) -> None:
+def _check_memory(model: ModelSpec, config: RunConfig) -> None:
     """One process holds the model, and while it is saved the file's buffers."""
-    needed = sum(spec.num_bytes for spec in hf_tensor_specs(hf_config, getattr(torch, config.model.dtype)))
+    needed = sum(spec.num_bytes for spec in hf_tensor_specs(model, getattr(torch, config.model.dtype)))
     free = psutil.virtual_memory().available
     if needed > free:
         raise ConfigError(

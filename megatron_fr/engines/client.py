@@ -167,19 +167,19 @@ class EngineClient:
             labels = read_versions(meta.get("weight_versions"), len(token_ids))
         except ValueError as error:
             raise unusable(str(error)) from error
-        routes, problem = (None, None)
+        routes, route_error = (None, None)
         if want_routes and token_ids:
-            routes, problem = read_routes(meta.get("routed_experts"), self._limits)
+            routes, route_error = read_routes(meta.get("routed_experts"), self._limits)
             if meta.get("num_retractions") and len(set(labels)) > 1:
                 # A retracted request was computed again under newer weights, and the old tokens' rows with it.
-                routes, problem = None, "the engine retracted the request across a weight update"
+                routes, route_error = None, "the engine retracted the request across a weight update"
         return Completion(
             token_ids,
             logprobs,
             older_side(labels, sent_at),
             _FINISH[finish],
             routes,
-            problem,
+            route_error,
             int(meta.get("cached_tokens") or 0),
         )
 

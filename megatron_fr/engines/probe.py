@@ -36,11 +36,11 @@ async def probe_engine(client: EngineClient, limits: ModelLimits, *, want_routes
                 f"engine {client.url}: the start-up probe asked for {_NEW_TOKENS} tokens and got "
                 f"{len(completion.token_ids)}"
             )
-        if want_routes and (problem := route_problem(completion, prompt_tokens=_PROMPT_TOKENS, start=start)):
-            raise EngineError(f"engine {client.url}: {problem}; {_REMEDY}")
+        if want_routes and (reason := check_routes(completion, prompt_tokens=_PROMPT_TOKENS, start=start)):
+            raise EngineError(f"engine {client.url}: {reason}; {_REMEDY}")
 
 
-def route_problem(completion: Completion, *, prompt_tokens: int, start: int) -> str | None:
+def check_routes(completion: Completion, *, prompt_tokens: int, start: int) -> str | None:
     """Why a completion's routes cannot be what the model used, or None.
 
     Shape, range and dtype were checked when the answer was read.

@@ -11,7 +11,8 @@ import torch
 
 from megatron_fr.config.paths import check_model_path
 from megatron_fr.errors import ModelError
-from megatron_fr.models.registry import check_architectures, supported_architectures
+from megatron_fr.models.registry import FAMILIES, check_architectures, model_spec
+from megatron_fr.models.spec import ModelSpec
 
 #: Configuration, generation configuration, tokenizer and chat template; not weights, and not their index.
 _COPIED_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
@@ -45,12 +46,12 @@ def resolve_folder(path: str | Path, *, weights: bool = True) -> Path:
         ) from error
 
 
-def read_hf_config(path: str | Path) -> Any:
-    """The transformers configuration of a model folder or hub name, of which no weights are fetched.
+def read_spec(path: str | Path) -> ModelSpec:
+    """Describe a model folder or hub name, of which no weights are fetched.
 
     Raises:
         ModelError: the folder or its ``config.json`` is missing or damaged, or names an architecture that has no
-            mapping or a dtype that no weights have.
+            mapping, a dtype that no weights have, or a feature that is not supported.
     """
     folder = resolve_folder(path, weights=False)
     config = _read_json(folder)
@@ -64,12 +65,13 @@ def read_hf_config(path: str | Path) -> Any:
     if config.get("model_type") not in list(CONFIG_MAPPING):
         raise ModelError(
             f"{folder / 'config.json'}: model_type {config.get('model_type')!r} is unknown; supported architectures: "
-            f"{', '.join(supported_architectures())}"
+            f"{', '.join(sorted(FAMILIES))}"
         )
     try:
-        return AutoConfig.from_pretrained(folder)
+        hf_config = AutoConfig.from_pretrained(folder)
     except Exception as error:  # transformers and its validators raise a dozen kinds
         raise ModelError(f"{folder / 'config.json'} cannot be read: {' '.join(str(error).split())[:300]}") from error
+    return model_spec(hf_config)
 
 
 def _read_json(folder: Path) -> dict[str, Any]:

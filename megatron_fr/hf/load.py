@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -12,12 +11,11 @@ from megatron_fr.errors import ModelError
 from megatron_fr.hf.folder import resolve_folder
 from megatron_fr.hf.weights import open_weights
 from megatron_fr.models import local
-from megatron_fr.models.dims import Dims
-from megatron_fr.models.registry import entries, is_tied
+from megatron_fr.models.spec import ModelSpec
 
 
 @torch.no_grad()
-def load_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: Any, path: str | Path) -> None:
+def load_hf_weights(chunks: Sequence[torch.nn.Module], spec: ModelSpec, path: str | Path) -> None:
     """Fill this rank's parameters, reading only the slices it holds, one parameter at a time. No collective.
 
     Tensors are cast to the parameters' dtype. The folder's names and shapes are checked in full on every rank, before
@@ -26,22 +24,21 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: Any, path: str
     Raises:
         ModelError: names the file and the tensor that is missing, left over, damaged or of another shape.
     """
-    with open_weights(resolve_folder(path), hf_config) as files:
-        dims = Dims.from_hf(hf_config)
-        by_param = {entry.param: entry for entry in entries(hf_config)}
-        if is_tied(hf_config):  # the last of several pipeline stages has its own copy of the embedding
+    with open_weights(resolve_folder(path), spec) as files:
+        by_param = {entry.param: entry for entry in spec.parameters()}
+        if spec.tie:  # the last of several pipeline stages has its own copy of the embedding
             by_param["output_layer.weight"] = by_param["embedding.word_embeddings.weight"]
         here = local.placement(chunks)
         for name, parameter in local.parameters(chunks).items():
             entry = by_param.get(name)
             if entry is None:
-                raise ModelError(f"the model has a parameter {name!r} that no rule of its family fills")
+                raise ModelError(f"the model has a parameter {name!r} that no mapping of its family fills")
             rank, size = here.tp_rank, here.tp_size
-            if entry.rule.per_expert:
+            if entry.mapping.per_expert:
                 rank, size = here.expert_tp_rank, here.expert_tp_size
-            value = entry.rule.shard([files.tensor(hf) for hf in entry.hf], dims, rank, size)
+            value = entry.mapping.shard([files.tensor(hf) for hf in entry.hf], spec, rank, size)
             if value.shape != parameter.shape:
                 raise ModelError(
-                    f"parameter {name!r} has shape {tuple(parameter.shape)}, its rule gives {tuple(value.shape)}"
+                    f"parameter {name!r} has shape {tuple(parameter.shape)}, its mapping gives {tuple(value.shape)}"
                 )
             parameter.copy_(value)

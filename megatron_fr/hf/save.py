@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from megatron_fr.hf.atomic import atomic_folder
 from megatron_fr.hf.export import hf_tensor_specs, iter_hf_tensors
 from megatron_fr.hf.folder import copy_other_files, resolve_folder, stated_dtype
 from megatron_fr.hf.weights import write_weights
+from megatron_fr.models.spec import ModelSpec
 
 #: Largest weight file, and so the most that a writer holds of what it has not written.
 SHARD_BYTES = 2 * 10**9
@@ -21,7 +21,7 @@ SHARD_BYTES = 2 * 10**9
 
 def save_hf_folder(
     chunks: Sequence[torch.nn.Module],
-    hf_config: Any,
+    spec: ModelSpec,
     source_dir: str | Path,
     out_dir: str | Path,
     *,
@@ -35,14 +35,14 @@ def save_hf_folder(
     Raises:
         ModelError: on every rank, when rank 0 could not write.
     """
-    tensors = iter_hf_tensors(chunks, hf_config)
+    tensors = iter_hf_tensors(chunks, spec)
     failure: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
             source = resolve_folder(source_dir, weights=False)
             dtype = stated_dtype(source) or next(chunks[0].parameters()).dtype
             with atomic_folder(out_dir, overwrite=True) as work:
-                write_weights(work, hf_tensor_specs(hf_config, dtype), _present(tensors), shard_bytes)
+                write_weights(work, hf_tensor_specs(spec, dtype), _present(tensors), shard_bytes)
                 copy_other_files(source, work)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure[0] = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"

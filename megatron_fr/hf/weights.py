@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from megatron_fr.errors import ModelError
 from megatron_fr.hf.export import TensorSpec, hf_tensor_specs
-from megatron_fr.models.registry import is_tied
+from megatron_fr.models.spec import ModelSpec
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -102,7 +102,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     return named
 
 
-def open_weights(folder: Path, hf_config: Any, *, quantized: bool = False) -> WeightFiles:
+def open_weights(folder: Path, spec: ModelSpec, *, quantized: bool = False) -> WeightFiles:
     """Open a folder whose tensors have the names and shapes that the configuration implies.
 
     Args:
@@ -112,10 +112,10 @@ def open_weights(folder: Path, hf_config: Any, *, quantized: bool = False) -> We
         ModelError: names the file and the tensor that is missing, left over, damaged or of another shape.
     """
     files = WeightFiles(folder)
-    expected = {spec.name: spec.shape for spec in hf_tensor_specs(hf_config, torch.float32)}
+    expected = {tensor.name: tensor.shape for tensor in hf_tensor_specs(spec, torch.float32)}
     if missing := [name for name in expected if name not in files.names]:
         raise ModelError(f"{folder}: {len(missing)} tensors are missing, among them {missing[0]!r}")
-    allowed = expected.keys() | ({"lm_head.weight"} if is_tied(hf_config) else set())
+    allowed = expected.keys() | ({"lm_head.weight"} if spec.tie else set())
     left_over = sorted(name for name in files.names - allowed if not name.endswith(_IGNORED_SUFFIX))
     scales = [name for name in left_over if name.endswith(SCALE_SUFFIX)]
     if scales and not quantized:

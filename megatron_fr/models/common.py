@@ -1,49 +1,72 @@
-"""Rules that the Qwen families share."""
+"""What families share: the fields that every configuration has, and weight mappings."""
 
 from __future__ import annotations
 
-from megatron_fr.models.mappings import QKV, Copy, GatedMLP, RowParallel, Rule, VocabParallel
+from typing import Any
+
+from megatron_fr.models.fields import ConfigFields
+from megatron_fr.models.mappings import QKV, Copy, GatedMLP, RowParallel, WeightMapping
 
 _HF = "model.layers.{layer}."
 _MEGATRON = "decoder.layers.{layer}."
 
-EMBEDDING: tuple[Rule, ...] = (VocabParallel("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),)
 
-FINAL_NORM: tuple[Rule, ...] = (Copy("decoder.final_layernorm.weight", ("model.norm.weight",), ("hidden",)),)
+def common_fields(config: ConfigFields) -> dict[str, Any]:
+    """Arguments of :class:`~megatron_fr.models.spec.ModelSpec` that every family reads alike.
 
-#: Left out for models whose head is tied to the embedding.
-HEAD = VocabParallel("output_layer.weight", ("lm_head.weight",))
+    Raises:
+        ModelError: a field has a value that no family supports.
+    """
+    config.only("hidden_act", "silu")
+    config.only("rope_parameters.rope_type", "default", "default")
+    config.only("use_sliding_window", False, False)
+    layers, hidden, heads = map(config.size, ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    config.only("layer_types", ["full_attention"] * layers, ["full_attention"] * layers)
+    return {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": config.size("num_key_value_heads"),
+        "head_dim": config.size("head_dim") if config.get("head_dim") is not None else hidden // heads,
+        "ffn": config.size("intermediate_size"),
+        "vocab": config.size("vocab_size"),
+        "tie": config.get("tie_word_embeddings", False),
+        "norm_eps": config.number("rms_norm_eps"),
+        "rope_theta": config.number("rope_parameters.rope_theta"),
+        "max_positions": config.size("max_position_embeddings"),
+        "quantized": config.get("quantization_config") is not None,
+    }
 
 
-def norm(param: str, hf: str, size: str = "hidden") -> Rule:
+def norm(param: str, hf: str, size: str = "hidden") -> WeightMapping:
     """A layer's norm weight."""
     return Copy(f"{_MEGATRON}{param}.weight", (f"{_HF}{hf}.weight",), (size,))
 
 
-def attention(*, bias: bool = False, qk_norm: bool = False) -> tuple[Rule, ...]:
+def attention(*, bias: bool = False, qk_norm: bool = False) -> tuple[WeightMapping, ...]:
     """Input norm, projections, and what the family adds: biases of q, k and v, or norms of queries and keys."""
     qkv, prefix = f"{_MEGATRON}self_attention.linear_qkv.", f"{_HF}self_attn."
-    rules: list[Rule] = [
+    weights: list[WeightMapping] = [
         norm("input_layernorm", "input_layernorm"),
         QKV(f"{qkv}weight", tuple(f"{prefix}{name}_proj.weight" for name in "qkv")),
     ]
     if bias:
-        rules.append(QKV(f"{qkv}bias", tuple(f"{prefix}{name}_proj.bias" for name in "qkv"), bias=True))
+        weights.append(QKV(f"{qkv}bias", tuple(f"{prefix}{name}_proj.bias" for name in "qkv"), bias=True))
     if qk_norm:
-        rules.append(norm("self_attention.q_layernorm", "self_attn.q_norm", "head_dim"))
-        rules.append(norm("self_attention.k_layernorm", "self_attn.k_norm", "head_dim"))
-    rules.append(
+        weights.append(norm("self_attention.q_layernorm", "self_attn.q_norm", "head_dim"))
+        weights.append(norm("self_attention.k_layernorm", "self_attn.k_norm", "head_dim"))
+    weights.append(
         RowParallel(f"{_MEGATRON}self_attention.linear_proj.weight", (f"{prefix}o_proj.weight",), ("hidden", "q_size"))
     )
-    return tuple(rules)
+    return tuple(weights)
 
 
-def dense_mlp() -> tuple[Rule, ...]:
+def dense_mlp() -> tuple[WeightMapping, ...]:
     """The norm before the MLP, and the gated MLP."""
     return (norm("pre_mlp_layernorm", "post_attention_layernorm"), *_mlp("mlp.", "mlp.", "ffn"))
 
 
-def moe_mlp() -> tuple[Rule, ...]:
+def moe_mlp() -> tuple[WeightMapping, ...]:
     """The norm before the experts, the router, and every expert's gated MLP."""
     return (
         norm("pre_mlp_layernorm", "post_attention_layernorm"),
@@ -52,7 +75,7 @@ def moe_mlp() -> tuple[Rule, ...]:
     )
 
 
-def _mlp(param: str, hf: str, width: str) -> tuple[Rule, ...]:
+def _mlp(param: str, hf: str, width: str) -> tuple[WeightMapping, ...]:
     return (
         GatedMLP(
             f"{_MEGATRON}{param}linear_fc1.weight", (f"{_HF}{hf}gate_proj.weight", f"{_HF}{hf}up_proj.weight"), width

@@ -11,7 +11,7 @@ import numpy as np
 from megatron_fr.agents.contract import Prompt
 from megatron_fr.agents.rewards import FatalRewardError
 from megatron_fr.errors import MegatronFRError, RolloutEnded
-from megatron_fr.rollout.episode import EpisodePlayer
+from megatron_fr.rollout.episode import EpisodeRunner
 from megatron_fr.rollout.runner import MAX_ATTEMPTS
 from megatron_fr.trajectory import Trajectory
 
@@ -22,7 +22,7 @@ PASS_ABOVE = 0.5
 
 
 async def evaluate(
-    player: EpisodePlayer, prompts: Sequence[Prompt], *, samples: int, concurrency: int, name: str
+    episodes: EpisodeRunner, prompts: Sequence[Prompt], *, samples: int, concurrency: int, name: str
 ) -> tuple[dict[str, float], int]:
     """Roll every prompt out ``samples`` times.
 
@@ -43,7 +43,7 @@ async def evaluate(
             for attempt in range(MAX_ATTEMPTS):
                 identity = f"eval-{name}-{number:05d}-{sample}"
                 try:
-                    return await player.play(prompt, trajectory_id=identity, group_id=identity)
+                    return await episodes.run(prompt, trajectory_id=identity, group_id=identity)
                 except FatalRewardError:
                     raise
                 except Exception as error:  # an agent is the user's code; one bad rollout must not end the others

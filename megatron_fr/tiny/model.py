@@ -43,11 +43,12 @@ def tiny_config(
         "dtype": "float32",
     }
     if family == "qwen2":
-        return Qwen2Config(**common)
+        return Qwen2Config(**common, architectures=["Qwen2ForCausalLM"])
     if family == "qwen3":
-        return Qwen3Config(**common, head_dim=32)
+        return Qwen3Config(**common, architectures=["Qwen3ForCausalLM"], head_dim=32)
     return Qwen3MoeConfig(
         **common,
+        architectures=["Qwen3MoeForCausalLM"],
         head_dim=32,
         moe_intermediate_size=80,
         num_experts=num_experts,

@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch
 
 from megatron_fr.errors import ModelError
-from megatron_fr.models.dims import Dims
 from megatron_fr.models.mappings import QKV, Copy, GatedMLP, RowParallel, VocabParallel
-from megatron_fr.models.registry import Entry, entries
+from megatron_fr.models.sizes import Sizes
+from megatron_fr.models.spec import MappedParameter, ModelSpec
 
 #: SGLang rounds the vocabulary up to a multiple of this.
 _VOCAB_MULTIPLE = 64
@@ -46,7 +46,7 @@ class Stored:
     expert: bool
 
 
-def engine_layout(hf_config: Any, device: Literal["cpu", "cuda"]) -> dict[str, Stored]:
+def engine_layout(spec: ModelSpec, device: Literal["cpu", "cuda"]) -> dict[str, Stored]:
     """Every Hugging Face tensor of a model, in the order in which the bridge streams them.
 
     Args:
@@ -55,9 +55,8 @@ def engine_layout(hf_config: Any, device: Literal["cpu", "cuda"]) -> dict[str, S
     Raises:
         ModelError: the model's architecture has no mapping, or one with a kind of rule that is unknown here.
     """
-    dims = Dims.from_hf(hf_config)
     width = _CPU_WIDTH_MULTIPLE if device == "cpu" else 1
-    named = [found for entry in entries(hf_config) for found in _stored(entry, dims, width)]
+    named = [found for entry in spec.parameters() for found in _stored(entry, spec, width)]
     final = {param: name for name, param, _ in named}
     return {
         name: Stored(param, cut, last=final[param] == name, expert=".experts." in param) for name, param, cut in named
@@ -101,9 +100,9 @@ def uncheckable_experts(info: dict[str, Any]) -> str | None:
     return None
 
 
-def _stored(entry: Entry, dims: Dims, width: int) -> list[tuple[str, str, Cut]]:
+def _stored(entry: MappedParameter, dims: Sizes, width: int) -> list[tuple[str, str, Cut]]:
     """``(Hugging Face name, engine's parameter, cut)`` of an entry's tensors."""
-    first, rule = entry.hf[0], entry.rule
+    first, rule = entry.hf[0], entry.mapping
     experts = first.rpartition(f".{entry.expert}.")[0] if rule.per_expert else None
     match rule:
         case Copy():

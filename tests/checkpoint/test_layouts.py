@@ -212,9 +212,9 @@ def test_going_on_from_an_older_one_or_with_another_model_of_equal_sizes(tmp_pat
     ]
     for name, change in (
         ("rope_parameters", "model.rope_theta: 10000.0 then, 20000.0 now"),
-        ("rms_norm_eps", "model.rms_norm_eps: 1e-06 then, 1e-05 now"),
-        ("norm_topk_prob", "model.norm_topk_prob: True then, False now"),
-        ("tie_word_embeddings", "model.tie_word_embeddings: False then, True now"),
+        ("rms_norm_eps", "model.norm_eps: 1e-06 then, 1e-05 now"),
+        ("norm_topk_prob", "model.moe_router_pre_softmax: False then, True now"),
+        ("tie_word_embeddings", "model.tie: False then, True now"),
         ("temperature", "rollout.temperature: 1.0 then, 0.7 now"),
     ):
         assert f"is of another run ({change}); undo the change" in errors[name], errors[name]

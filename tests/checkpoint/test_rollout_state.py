@@ -36,9 +36,7 @@ async def consume(rollouts: Rollouts, batches: int, used: list[tuple[str, str]])
     for _ in range(batches):
         while (batch := rollouts.queue.lease(0)) is None:
             await asyncio.wait_for(rollouts.pool.wait_arrival(rollouts.pool.finished), 10)
-        rollouts.queue.commit(batch.batch_id)
-        rollouts.gate.commit()
-        rollouts.pool.wake()
+        rollouts.state.commit(batch.batch_id)
         used += [(t.prompt_id, t.group_id) for t in batch.trajectories]
 
 

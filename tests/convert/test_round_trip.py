@@ -16,9 +16,8 @@ from megatron_fr.convert.stored import find_checkpoint
 from megatron_fr.convert.to_hf import compare, convert_megatron_to_hf
 from megatron_fr.errors import ModelError
 from megatron_fr.hf.export import hf_tensor_specs
-from megatron_fr.hf.folder import read_hf_config
+from megatron_fr.hf.folder import read_spec
 from megatron_fr.hf.weights import write_weights
-from megatron_fr.models.registry import entries
 from megatron_fr.tiny import make_untrained
 from tests.support.conversions import assert_equal_folders, convert_on_ranks, tensors, to_megatron
 from tests.support.parallel_launch import initialize_layout, run_ranks
@@ -67,13 +66,13 @@ def load_and_save_again(jobs: list[tuple[Path, dict[str, Any], dict[str, int], P
         from megatron_fr.hf.export import iter_hf_tensors
         from megatron_fr.trainer.model import build_model
 
-        hf_config = read_hf_config(folder)
-        chunks = build_model(hf_config, config, device)
+        model = read_spec(folder)
+        chunks = build_model(model, config, device)
         load_weights(chunks, conversion["out_dir"])
         wanted = tensors(folder)
         wrong = [
             name
-            for name, tensor in iter_hf_tensors(chunks, hf_config)
+            for name, tensor in iter_hf_tensors(chunks, model)
             if tensor is not None and not torch.equal(tensor, wanted[name])
         ]
         answers.append(wrong)
@@ -132,8 +131,8 @@ def test_verification_finds_a_single_changed_bit(
     models: dict[str, Path], alone: dict[str, Path], tmp_path: Path
 ) -> None:
     out = convert_megatron_to_hf(alone["moe"], tmp_path / "out")
-    hf_config = read_hf_config(out)
-    assert compare(alone["moe"], out, hf_config) == len(list(entries(hf_config)))
+    model = read_spec(out)
+    assert compare(alone["moe"], out, model) == len(list(model.parameters()))
     weights = out / "model.safetensors"
     whole = weights.read_bytes()
     length = int.from_bytes(whole[:8], "little")
@@ -143,7 +142,7 @@ def test_verification_finds_a_single_changed_bit(
         data[8 + length + header[f"model.{name}"]["data_offsets"][1] - 1] ^= 1
         weights.write_bytes(data)
         with pytest.raises(ModelError, match=re.escape(f"model.safetensors: tensor 'model.{name}' is not what")):
-            compare(alone["moe"], out, hf_config)
+            compare(alone["moe"], out, model)
 
 
 def test_a_cast_there_and_back_keeps_every_bit(models: dict[str, Path], tmp_path: Path) -> None:
@@ -183,13 +182,17 @@ def grow(jobs: list[tuple[Path, Path, int]]) -> list[int]:
     return grown
 
 
-def test_memory_stays_at_one_layer_and_one_file(models: dict[str, Path], alone: dict[str, Path], tmp_path: Path) -> None:
+def test_memory_stays_at_one_layer_and_one_file(
+    models: dict[str, Path], alone: dict[str, Path], tmp_path: Path
+) -> None:
+    from transformers import AutoConfig
+
     source, shard_bytes = tmp_path / "wide", 20_000_000
-    config = read_hf_config(models["moe"])
+    config = AutoConfig.from_pretrained(models["moe"])
     config.num_hidden_layers, config.hidden_size, config.moe_intermediate_size = 8, 512, 512
     source.mkdir()
     config.save_pretrained(source)
-    specs = hf_tensor_specs(config, torch.float32)
+    specs = hf_tensor_specs(read_spec(source), torch.float32)
     write_weights(source, specs, ((spec.name, torch.randn(spec.shape)) for spec in specs), shard_bytes)
     layer = sum(spec.num_bytes for spec in specs if spec.name.startswith("model.layers.0."))
     total = sum(spec.num_bytes for spec in specs)

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import ModelError
-from megatron_fr.hf.folder import read_hf_config
-from megatron_fr.hf.inspect import inspect_folder
+from megatron_fr.hf.folder import read_spec
+from megatron_fr.convert.inspect import inspect_folder
 from megatron_fr.hf.load import load_hf_weights
 from megatron_fr.hf.save import save_hf_folder
-from megatron_fr.hf.to_hf import convert_megatron_to_hf
-from megatron_fr.hf.to_megatron import convert_hf_to_megatron
+from megatron_fr.convert.to_hf import convert_megatron_to_hf
+from megatron_fr.convert.to_megatron import convert_hf_to_megatron
 from megatron_fr.tiny import make_untrained
 from tests.support.parallel_launch import run_ranks
 
@@ -38,9 +38,9 @@ def folder(source: Path, tmp_path: Path) -> Path:
 
 def _load_error(folder: Path) -> str:
     """The files are checked before any parameter is touched, so no model is needed."""
-    hf_config = read_hf_config(folder)
+    spec = read_spec(folder)
     with pytest.raises(ModelError) as caught:
-        load_hf_weights([], hf_config, folder)
+        load_hf_weights([], spec, folder)
     return str(caught.value)
 
 
@@ -61,26 +61,26 @@ def _split(folder: Path) -> None:
 
 def test_a_missing_folder_names_the_field(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.path='.*/nowhere'.*not a folder"):
-        read_hf_config(tmp_path / "nowhere")
+        read_spec(tmp_path / "nowhere")
 
 
 def test_a_folder_without_configuration_names_the_field(folder: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(ModelError, match=r"model\.path=.*no config\.json"):
-        read_hf_config(folder)
+        read_spec(folder)
 
 
 def test_a_configuration_that_is_no_json_is_a_model_error(folder: Path) -> None:
     (folder / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config\.json cannot be read"):
-        read_hf_config(folder)
+        read_spec(folder)
 
 
 def test_an_unknown_architecture_is_named(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen9ForCausalLM"]}))
     with pytest.raises(ModelError, match=r"config\.json: model architecture \['Qwen9ForCausalLM'\] has no mapping"):
-        read_hf_config(folder)
+        read_spec(folder)
 
 
 def test_of_a_hub_name_no_weights_are_fetched_for_the_configuration(
@@ -99,9 +99,12 @@ def test_of_a_hub_name_no_weights_are_fetched_for_the_configuration(
         return str(source)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert read_hf_config("someone/model").num_experts == 8
-    checkpoint = convert_hf_to_megatron("someone/model", tmp_path / "megatron")
-    convert_megatron_to_hf(checkpoint, tmp_path / "hf", hf_dir="someone/model")
+    assert read_spec("someone/model").experts == 8
+    with pytest.raises(ConfigError, match="torchrun"):  # by then the weights were fetched
+        monkeypatch.setattr(to_megatron.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+        to_megatron.convert_hf_to_megatron("someone/model", tmp_path / "megatron")
+    with pytest.raises(ModelError, match="no tensor for"):
+        convert_megatron_to_hf(stored(tmp_path / "megatron"), tmp_path / "hf", hf_dir="someone/model")
     assert {"model.safetensors", "model-1.safetensors"} <= seen[1]
     assert [seen[0], seen[2]] == [small, small]
 
@@ -125,7 +128,7 @@ def test_a_quantised_folder_is_described_and_refused_as_the_source_of_weights(fo
 def test_a_truncated_weight_file_is_named(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
-    assert re.search(r"model\.safetensors is damaged or incomplete: tensor '.+' should end at", _load_error(folder))
+    assert re.search(r"model\.safetensors is damaged or incomplete .*; fetch it again", _load_error(folder))
 
 
 def test_a_folder_without_weights_says_so(folder: Path) -> None:
@@ -184,14 +187,14 @@ def _save_on_ranks(source: Path, folder: Path) -> list[str]:
     config = _config(source)
     device = resolve_device("cpu")
     distributed.initialize(config.parallel, device, seed=1, timeout_s=60)
-    hf_config = read_hf_config(source)
-    chunks = build_model(hf_config, config, device)
-    load_hf_weights(chunks, hf_config, source)
+    spec = read_spec(source)
+    chunks = build_model(spec, config, device)
+    load_hf_weights(chunks, spec, source)
     for _ in range(2):
-        save_hf_folder(chunks, hf_config, source, folder)
+        save_hf_folder(chunks, spec, source, folder)
     errors = []
     try:
-        save_hf_folder(chunks, hf_config, source, folder / "config.json" / "below-a-file")
+        save_hf_folder(chunks, spec, source, folder / "config.json" / "below-a-file")
     except ModelError as error:
         errors.append(str(error))
     distributed.shutdown()

@@ -21,7 +21,9 @@ from megatron_fr.config import RunConfig
 from megatron_fr.config.sections import ParallelConfig
 from megatron_fr.errors import ConfigError
 from megatron_fr.hf.export import hf_tensor_specs
-from megatron_fr.hf.folder import read_hf_config
+from megatron_fr.hf.folder import read_spec
+from megatron_fr.models.registry import model_spec
+from megatron_fr.models.spec import ModelSpec
 from megatron_fr.runtime.device import resolve_device
 from megatron_fr.tiny import make_untrained
 from megatron_fr.tiny.model import Family, tiny_config
@@ -38,7 +40,7 @@ SMALL = DENSE | {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_
 #: DeepSeek-R1-Distill-Qwen-1.5B (every field here). Of Qwen2.5-Math-1.5B no copy was found: it is trained from
 #: Qwen2.5-1.5B, for which a copy and the family's technical report give these sizes and tied embeddings, and the
 #: published 1.54 billion parameters are the tied count.
-PUBLISHED = {
+CONFIGS = {
     "Qwen3-30B-A3B": Qwen3MoeConfig(
         architectures=["Qwen3MoeForCausalLM"],
         vocab_size=151936,
@@ -76,18 +78,21 @@ COUNTS = {
 }
 
 
+PUBLISHED = {name: model_spec(config) for name, config in CONFIGS.items()}
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_map_without_a_leftover_or_missing_tensor(name: str) -> None:
-    config = PUBLISHED[name]
+    config, spec = CONFIGS[name], PUBLISHED[name]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    specs = {spec.name: spec.shape for spec in hf_tensor_specs(config, torch.bfloat16)}
+    specs = {tensor.name: tensor.shape for tensor in hf_tensor_specs(spec, torch.bfloat16)}
     assert sum(torch.Size(shape).numel() for shape in specs.values()) == COUNTS[name]
     assert sum(parameter.numel() for parameter in model.parameters()) == COUNTS[name]
     ours = {key: shape for key, shape in specs.items() if ".mlp.experts." not in key}
     theirs = {key: tuple(p.shape) for key, p in model.named_parameters() if ".mlp.experts." not in key}
     assert ours == theirs
-    assert sum(count_parameters(config, ParallelConfig(), 0)) == COUNTS[name]
+    assert sum(count_parameters(spec, ParallelConfig(), 0)) == COUNTS[name]
 
 
 def counted_and_built(jobs: list[tuple[Path, dict[str, int]]]) -> list[tuple[int, int]]:
@@ -98,11 +103,11 @@ def counted_and_built(jobs: list[tuple[Path, dict[str, int]]]) -> list[tuple[int
 
         from megatron_fr.trainer.model import build_model
 
-        hf_config = read_hf_config(folder)
-        chunks = build_model(hf_config, config, device)
+        spec = read_spec(folder)
+        chunks = build_model(spec, config, device)
         built = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        answers.append((sum(count_parameters(hf_config, config.parallel, stage)), built))
+        answers.append((sum(count_parameters(spec, config.parallel, stage)), built))
         parallel_state.destroy_model_parallel()
     return answers
 
@@ -129,7 +134,7 @@ def kept_by_real_layers(jobs: list[tuple[Path, dict[str, int]]], tokens: int) ->
 
         from megatron_fr.trainer.model import build_model
 
-        chunk = build_model(read_hf_config(folder), config, device, routing_replay=False)[0]
+        chunk = build_model(read_spec(folder), config, device, routing_replay=False)[0]
         parameters = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
         kept: dict[int, torch.Tensor] = {}  # alive until counted, so that no address is used twice
 
@@ -156,8 +161,8 @@ def test_layers_keep_what_real_ones_keep(tmp_path: Path) -> None:
     sizes = {"hidden_size": hidden, "intermediate_size": ffn, "num_attention_heads": 8, "num_key_value_heads": 4}
     experts = {"head_dim": head_dim, "moe_intermediate_size": 192, "num_experts_per_tok": 4}
     models: dict[str, list[Any]] = {
-        "dense": [tiny("qwen2", num_layers=n, **sizes, head_dim=head_dim) for n in (1, 2)],
-        "moe": [tiny("qwen3_moe", num_layers=n, **sizes, **experts) for n in (1, 2)],
+        "dense": [tiny_hf("qwen2", num_layers=n, **sizes, head_dim=head_dim) for n in (1, 2)],
+        "moe": [tiny_hf("qwen3_moe", num_layers=n, **sizes, **experts) for n in (1, 2)],
     }
     for name, pair in models.items():
         pair[0].save_pretrained(tmp_path / name)
@@ -187,7 +192,7 @@ def test_counts_equal_those_of_built_models_on_every_rank(tmp_path: Path) -> Non
     moe = make_untrained(tmp_path / "moe", vocab_size=515)
     tied = make_untrained(tmp_path / "tied", family="qwen2", tie=True, vocab_size=515)
     mixed = tmp_path / "mixed"
-    tiny("qwen3_moe", num_layers=4, mlp_only_layers=[0, 1]).save_pretrained(mixed)
+    tiny_hf("qwen3_moe", num_layers=4, mlp_only_layers=[0, 1]).save_pretrained(mixed)
     jobs = [
         (mixed, {"pp": 2, "vpp": 2}),
         (moe, {"tp": 2}),
@@ -213,10 +218,13 @@ def run_config(**sections: Any) -> RunConfig:
     return RunConfig.model_validate({k: values.get(k, {}) | sections.get(k, {}) for k in (*values, *sections)})
 
 
-def tiny(family: Family, **changes: Any) -> Any:
+def tiny(family: Family, **changes: Any) -> ModelSpec:
+    return model_spec(tiny_hf(family, **changes))
+
+
+def tiny_hf(family: Family, **changes: Any) -> Any:
     """The configuration of a tiny model, as its folder would give it."""
     config = tiny_config(family, num_layers=changes.pop("num_layers", 2))
-    config.architectures = [{"qwen3_moe": "Qwen3MoeForCausalLM", "qwen2": "Qwen2ForCausalLM"}[family]]
     config.update(changes)
     return config
 
@@ -337,7 +345,7 @@ def test_layouts_keep_what_else_the_configuration_says_and_are_those_that_the_tr
 
 
 def test_a_layout_needs_the_same_in_the_list_and_on_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, own = PUBLISHED["Qwen2.5-7B-Instruct"], {"world_size": 8, "distributed_optimizer": False}
+    model, own = CONFIGS["Qwen2.5-7B-Instruct"], {"world_size": 8, "distributed_optimizer": False}
     assert plan(tmp_path, model, parallel=own) == 0
     header, row = capsys.readouterr().out.splitlines()[-2:]
     assert header.split()[:5] == ["TP", "EP", "PP", "CP", "DP"]
@@ -365,7 +373,7 @@ def test_a_layout_needs_the_same_in_the_list_and_on_its_own(tmp_path: Path, caps
 def test_gpus_that_no_layout_suits_are_refused_with_the_reason(
     gpus: str, sections: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert plan(tmp_path, tiny("qwen2", num_layers=4), "--gpus", gpus, **sections) == 1
+    assert plan(tmp_path, tiny_hf("qwen2", num_layers=4), "--gpus", gpus, **sections) == 1
     out, err = capsys.readouterr()
     assert not out
     assert err.startswith(f"error: --gpus {gpus}: no TP, EP, PP and CP suit the model and the configuration; ")
@@ -399,7 +407,7 @@ def plan(tmp_path: Path, model: Any, *arguments: str, **sections: Any) -> int:
 def test_what_the_trainer_refuses_is_refused_with_its_error(
     family: Family, sections: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert plan(tmp_path, tiny(family), **sections) == 1
+    assert plan(tmp_path, tiny_hf(family), **sections) == 1
     out, err = capsys.readouterr()
     assert not out
     assert re.fullmatch(rf"error: .*{message.replace('(', '[(]').replace(')', '[)]')}.*\n", err)
@@ -409,7 +417,7 @@ def test_the_command_prints_each_layout_and_whether_it_fits(tmp_path: Path, caps
     train = {"micro_batch_size": 1, "recompute": "full"}
     rollout = {"max_context": 8192, "max_new_tokens": 4096}
     arguments = ("--gpus", "8", "--gpu-memory", "80")
-    assert plan(tmp_path, PUBLISHED["Qwen3-30B-A3B"], *arguments, train=train, rollout=rollout) == 0
+    assert plan(tmp_path, CONFIGS["Qwen3-30B-A3B"], *arguments, train=train, rollout=rollout) == 0
     text = capsys.readouterr().out
     assert "30,532,122,624 parameters" in text
     assert "weight sync: 61.06 GB" in text
@@ -436,5 +444,5 @@ def test_an_engine_fits_with_all_runners_with_some_or_not_at_all(
     memory: str, runners: int, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rollout = {"max_context": 8192, "max_concurrent_trajectories": runners}  # 0.8 GB each, beside 61 GB of weights
-    assert plan(tmp_path, PUBLISHED["Qwen3-30B-A3B"], "--gpu-memory", memory, rollout=rollout) == 0
+    assert plan(tmp_path, CONFIGS["Qwen3-30B-A3B"], "--gpu-memory", memory, rollout=rollout) == 0
     assert capsys.readouterr().out.splitlines()[2].endswith(f": {verdict}")

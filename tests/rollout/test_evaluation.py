@@ -40,13 +40,13 @@ def test_a_part_of_the_reward_is_averaged_over_those_that_have_it_in_evaluation_
     assert (training["reward/format"], training["reward/tests"]) == (0.75, 1.0)
 
 
-class Player:
+class Episodes:
     def __init__(self, always_broken: bool = False) -> None:
         self.attempts: dict[str, int] = {}
         self.running = self.most_running = 0
         self.always_broken = always_broken
 
-    async def play(self, prompt: Prompt, *, trajectory_id: str, group_id: str) -> Trajectory:
+    async def run(self, prompt: Prompt, *, trajectory_id: str, group_id: str) -> Trajectory:
         self.running += 1
         self.most_running = max(self.running, self.most_running)
         await asyncio.sleep(0.001)
@@ -57,44 +57,44 @@ class Player:
         return trajectory(trajectory_id, reward=float(prompt.id == "easy"), reward_parts={"answered": 1.0})
 
 
-def run(player: Any, prompts: list[Prompt] = PROMPTS) -> tuple[dict[str, float], int]:
-    return asyncio.run(evaluate(player, prompts, samples=2, concurrency=3, name="x"))
+def run(episodes: Any, prompts: list[Prompt] = PROMPTS) -> tuple[dict[str, float], int]:
+    return asyncio.run(evaluate(episodes, prompts, samples=2, concurrency=3, name="x"))
 
 
 def test_an_evaluation_plays_every_prompt_k_times_and_tries_failures_again() -> None:
-    player = Player()
-    metrics, count = run(player)
+    episodes = Episodes()
+    metrics, count = run(episodes)
     assert (count, metrics["failed"]) == (6, 0)
     assert metrics["reward"] == pytest.approx(1 / 3)
     assert metrics["answered"] == 1.0
-    assert player.most_running == 3
-    assert sorted(player.attempts.values()) == [1, 1, 1, 1, 3, 3]
+    assert episodes.most_running == 3
+    assert sorted(episodes.attempts.values()) == [1, 1, 1, 1, 3, 3]
 
 
 def test_what_cannot_be_scored_is_counted_and_left_out() -> None:
-    metrics, count = run(Player(always_broken=True))
+    metrics, count = run(Episodes(always_broken=True))
     assert (count, metrics["failed"], metrics["reward"]) == (4, 2, 0.5)
 
 
 def test_an_evaluation_without_any_score_is_an_error_with_the_last_reason() -> None:
     with pytest.raises(RolloutEnded, match=r"none of 2 trajectories could be scored; .*'broken'.*no answer"):
-        run(Player(always_broken=True), PROMPTS[2:])
+        run(Episodes(always_broken=True), PROMPTS[2:])
 
 
 def test_an_agent_that_raises_something_of_its_own_costs_its_trajectory_alone() -> None:
-    class Buggy(Player):
-        async def play(self, prompt: Prompt, **names: Any) -> Trajectory:
+    class Buggy(Episodes):
+        async def run(self, prompt: Prompt, **names: Any) -> Trajectory:
             if prompt.id == "hard":
                 raise ValueError("a bug of the agent")
-            return await super().play(prompt, **names)
+            return await super().run(prompt, **names)
 
     metrics, count = run(Buggy())
     assert (count, metrics["failed"]) == (4, 2)
 
 
 def test_a_reward_function_that_keeps_failing_ends_the_evaluation() -> None:
-    class Fatal(Player):
-        async def play(self, *_: Any, **__: Any) -> Trajectory:
+    class Fatal(Episodes):
+        async def run(self, *_: Any, **__: Any) -> Trajectory:
             raise FatalRewardError("failed 8 times in a row")
 
     with pytest.raises(FatalRewardError, match="failed 8 times in a row"):

@@ -17,7 +17,7 @@ from megatron_fr.config.sections import SyncConfig
 from megatron_fr.engines.engine import Engine
 from megatron_fr.errors import SyncError
 from megatron_fr.hf.export import hf_tensor_specs
-from megatron_fr.hf.folder import read_hf_config
+from megatron_fr.hf.folder import read_spec
 from megatron_fr.rollout.session import EngineSession
 from megatron_fr.trajectory import ModelLimits, Trajectory
 from megatron_fr.weight_sync.buckets import Bucket
@@ -44,7 +44,7 @@ class Renaming(WeightPublisher):
 def weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """In the order of the bridge, in which tensors that the engine loads as one follow each other."""
     tensors = load_file(folder / "model.safetensors")
-    for spec in hf_tensor_specs(read_hf_config(folder), torch.float32):
+    for spec in hf_tensor_specs(read_spec(folder), torch.float32):
         yield spec.name, tensors[spec.name]
 
 
@@ -69,7 +69,7 @@ def publisher(engine: Engine, models: list[Path], limits: ModelLimits) -> Iterat
 
     made = Renaming(
         [engine.url],
-        layout=engine_layout(read_hf_config(models[0]), "cpu"),
+        layout=engine_layout(read_spec(models[0]), "cpu"),
         verify=True,
         dtype="float32",
         engine_world_size=1,
@@ -161,7 +161,7 @@ def test_what_the_engine_dropped_is_named_where_fresh_tokens_do_not_show_it(
     publisher.publish(weights(models[0]), version)
 
     message = push_dropping(publisher, weights(after), version, lambda name: True)  # as it would at every sync
-    names = {stored.param for stored in engine_layout(read_hf_config(after), "cpu").values()}
+    names = {stored.param for stored in engine_layout(read_spec(after), "cpu").values()}
     assert f"after the push of version {version}, engine {engine.url} does not hold it: " in message
     assert f"{len(names)} of {len(names)} parameters are not what was sent" in message
     assert "sync.verify=false" in message

@@ -260,7 +260,7 @@ def go_on(model: str, output: str) -> dict[str, Any]:
     from megatron_fr.checkpoint.training import TrainingCheckpoints
     from megatron_fr.config.sections import CheckpointConfig
     from megatron_fr.errors import CheckpointError
-    from megatron_fr.hf.folder import read_hf_config
+    from megatron_fr.hf.folder import read_spec
 
     policy = _policy(model, {}, "float32")
     config = run_config(Path(model), {}).model_copy(
@@ -300,7 +300,7 @@ def go_on(model: str, output: str) -> dict[str, Any]:
         settings = json.loads((other / "config.json").read_text())
         assert settings[name] != value
         (other / "config.json").write_text(json.dumps(settings | {name: value}))
-        refused(name, replace(policy, hf_config=read_hf_config(other), source=other))
+        refused(name, replace(policy, spec=read_spec(other), source=other))
     other = Path(shutil.copytree(model, f"{output}-tokenizer"))
     (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + "\n")
     refused("tokenizer", replace(policy, source=other))
@@ -312,7 +312,7 @@ def go_on(model: str, output: str) -> dict[str, Any]:
     # As an older version wrote it.
     record = json.loads((first / "run.json").read_text())
     del record["fixed"]["rollout.temperature"]
-    for name in ("rope_theta", "rope_parameters", "rms_norm_eps", "tie_word_embeddings", "tokenizer.json"):
+    for name in ("rope_theta", "norm_eps", "tie", "tokenizer.json"):
         del record["fixed"]["model"][name]
     (first / "run.json").write_text(json.dumps(record))
     write_manifest(first, {}, ignored=".writing")

@@ -114,13 +114,13 @@ def _update(job: Job, device: Any) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     from megatron_fr.hf.export import iter_hf_tensors
-    from megatron_fr.trainer.data.loader import BatchFeed
+    from megatron_fr.trainer.data.loader import BatchLoader
     from megatron_fr.trainer.policy import build_policy
 
     policy = build_policy(config, device)
     client: Any = ListedBatch(decode((job.folder / "batch.npz").read_bytes()))
-    feed = BatchFeed.of(config, policy, client, device.torch_device)
-    batch = feed.next(0, lambda: False)
+    loader = BatchLoader.of(config, policy, client, device.torch_device)
+    batch = loader.lease(0)
     assert batch.signal
 
     step = policy.step
@@ -128,7 +128,7 @@ def _update(job: Job, device: Any) -> dict[str, Any]:
     plain_step = step.optimizer.step
 
     def keeping_step() -> Any:
-        gradients.update(_gradients(step.chunks, policy.hf_config))
+        gradients.update(_gradients(step.chunks, policy.spec))
         return plain_step()
 
     step.optimizer.step = keeping_step
@@ -137,7 +137,7 @@ def _update(job: Job, device: Any) -> dict[str, Any]:
     report = step.update(batch.micro_batches, batch.constants, check_replay=config.train.replay_check_every > 0)
     assert report.stepped
     data_rank = parallel_state.get_data_parallel_rank()
-    weights = {n: t.clone() for n, t in iter_hf_tensors(policy.chunks, policy.hf_config) if t is not None}
+    weights = {n: t.clone() for n, t in iter_hf_tensors(policy.chunks, policy.spec) if t is not None}
     return {
         "metrics": report.metrics,
         "gradients": gradients,
@@ -188,7 +188,7 @@ def _count_forwards(chunks: Sequence[torch.nn.Module]) -> list[int]:
     return calls
 
 
-def _gradients(ddp_chunks: Sequence[Any], hf_config: Any) -> dict[str, torch.Tensor]:
+def _gradients(ddp_chunks: Sequence[Any], spec: Any) -> dict[str, torch.Tensor]:
     """Megatron's finished gradients under their Hugging Face names; a collective."""
     from megatron_fr.hf.export import iter_hf_tensors
 
@@ -197,7 +197,7 @@ def _gradients(ddp_chunks: Sequence[Any], hf_config: Any) -> dict[str, torch.Ten
     kept = [p.data for p in parameters]
     for p in parameters:
         p.data = p.main_grad
-    found = {n: t.clone() for n, t in iter_hf_tensors(ddp_chunks, hf_config) if t is not None}
+    found = {n: t.clone() for n, t in iter_hf_tensors(ddp_chunks, spec) if t is not None}
     for p, data in zip(parameters, kept, strict=True):
         p.data = data
     return found

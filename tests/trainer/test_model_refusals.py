@@ -9,6 +9,7 @@ import torch
 
 from megatron_fr.config import ParallelConfig
 from megatron_fr.errors import ConfigError, ModelError
+from megatron_fr.models.registry import model_spec
 from megatron_fr.runtime.device import prepare_process, resolve_device
 from megatron_fr.tiny.model import tiny_config
 from megatron_fr.trainer.model import build_transformer_config, uses_sequence_parallel
@@ -19,11 +20,11 @@ prepare_process(DEVICE)
 
 def _build(family: Any, changes: dict[str, Any], parallel: dict[str, Any], **arguments: Any) -> Any:
     hf_config = tiny_config(family)
-    architecture = {"qwen3_moe": "Qwen3MoeForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-    hf_config.architectures = [architecture[family]]
     for name, value in changes.items():
         setattr(hf_config, name, value)
-    return build_transformer_config(hf_config, ParallelConfig(**parallel), DEVICE, dtype=torch.float32, **arguments)
+    return build_transformer_config(
+        model_spec(hf_config), ParallelConfig(**parallel), DEVICE, dtype=torch.float32, **arguments
+    )
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,19 @@ def _build(family: Any, changes: dict[str, Any], parallel: dict[str, Any], **arg
         ("qwen2", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("qwen3", {"attention_bias": True}, "attention_bias=True"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True"),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
+        ("qwen3", {"sliding_window": 4096}, "sliding_window=4096"),
+        ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ("qwen3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ("qwen3", {"rope_parameters": {"rope_type": "default"}}, "rope_theta is None"),
+        ("qwen3_moe", {"n_shared_experts": 1}, "n_shared_experts=1"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size=64"),
+        ("qwen3_moe", {"first_k_dense_replace": 1}, "first_k_dense_replace=1"),
+        ("qwen3_moe", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid'"),
+        ("qwen3_moe", {"routed_scaling_factor": 2.5}, "routed_scaling_factor=2.5"),
+        ("qwen2", {"kv_lora_rank": 512}, "kv_lora_rank=512"),
+        ("qwen2", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ("qwen2", {"head_dim": 0}, "head_dim is 0"),
     ],
 )
 def test_an_unsupported_model_names_the_field(family: str, changes: dict[str, Any], message: str) -> None:
@@ -62,8 +76,7 @@ def test_a_layout_that_does_not_fit_names_the_field(family: str, parallel: dict[
 
 
 def test_sequence_parallelism_is_on_exactly_for_experts_under_tensor_parallelism() -> None:
-    moe, dense = tiny_config("qwen3_moe"), tiny_config("qwen2")
-    moe.architectures, dense.architectures = ["Qwen3MoeForCausalLM"], ["Qwen2ForCausalLM"]
+    moe, dense = model_spec(tiny_config("qwen3_moe")), model_spec(tiny_config("qwen2"))
     two = ParallelConfig(world_size=2, tp=2)
     assert uses_sequence_parallel(moe, two)
     assert not uses_sequence_parallel(moe, ParallelConfig())

@@ -11,6 +11,8 @@ import torch
 
 from megatron_fr.errors import SyncError
 from megatron_fr.hf.export import hf_tensor_specs
+from megatron_fr.models.registry import model_spec
+from megatron_fr.models.spec import ModelSpec
 from megatron_fr.tiny.model import Family, tiny_config
 from megatron_fr.weight_sync.engine_layout import engine_layout, uncheckable, uncheckable_experts
 from megatron_fr.weight_sync.verify import PushRecord, difference
@@ -18,26 +20,21 @@ from megatron_fr.weight_sync.verify import PushRecord, difference
 Arrays = dict[str, np.ndarray]
 
 
-def config(family: Family = "qwen3_moe") -> Any:
-    made = tiny_config(family)
-    made.architectures = {"qwen3_moe": ["Qwen3MoeForCausalLM"], "qwen3": ["Qwen3ForCausalLM"]}.get(
-        family, ["Qwen2ForCausalLM"]
-    )
-    return made
+def config(family: Family = "qwen3_moe") -> ModelSpec:
+    return model_spec(tiny_config(family))
 
 
-def tensors(hf_config: Any, dtype: torch.dtype = torch.float32) -> list[tuple[str, torch.Tensor]]:
+def tensors(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> list[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     return [
-        (spec.name, torch.randn(spec.shape, generator=generator).to(dtype))
-        for spec in hf_tensor_specs(hf_config, dtype)
+        (spec.name, torch.randn(spec.shape, generator=generator).to(dtype)) for spec in hf_tensor_specs(spec, dtype)
     ]
 
 
 def recorded(
-    hf_config: Any, named: list[tuple[str, torch.Tensor]], size: int = 1, device: Literal["cpu", "cuda"] = "cuda"
+    spec: ModelSpec, named: list[tuple[str, torch.Tensor]], size: int = 1, device: Literal["cpu", "cuda"] = "cuda"
 ) -> PushRecord:
-    record = PushRecord(engine_layout(hf_config, device), size, checksums=True)
+    record = PushRecord(engine_layout(spec, device), size, checksums=True)
     assert list(record.watch(iter(named))) == named
     return record
 
