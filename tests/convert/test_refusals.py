@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
+import re
 import runpy
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +18,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_fr.checkpoint import store as checkpoints
-from megatron_fr.checkpoint.store import RunRecord
-from megatron_fr.errors import ModelError
-from megatron_fr.hf.checkpoint_files import find_checkpoint
-from megatron_fr.hf.to_hf import convert_megatron_to_hf
-from megatron_fr.hf.to_megatron import convert_hf_to_megatron
+from megatron_fr.convert import to_megatron as to_megatron_module
+from megatron_fr.convert.stored import StoredTensors
+from megatron_fr.convert.to_hf import convert_megatron_to_hf
+from megatron_fr.convert.to_megatron import convert_hf_to_megatron
+from megatron_fr.errors import ConfigError, ModelError
 from megatron_fr.tiny import make_untrained
+from tests.support.conversions import assert_equal_folders, convert_on_ranks, snapshot, to_megatron
+from tests.support.parallel_launch import end_process, fork_process, run_ranks
+from tests.support.small_disk import SmallDisk
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 DOWN = "model.layers.0.mlp.experts.0.down_proj.weight"
@@ -31,7 +37,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A model folder and its Megatron checkpoint."""
     root = tmp_path_factory.mktemp("pristine")
     folder = make_untrained(root / "hf")
-    return folder, convert_hf_to_megatron(folder, root / "megatron", tensor=2)
+    return folder, to_megatron(folder, root / "megatron", ranks=2, tp=2)
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
@@ -71,7 +77,7 @@ INDEX = "model.safetensors.index.json"
 SHAPE = {"dtype": "F32", "shape": [2, "2"], "data_offsets": [0, 16]}
 
 HF_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (lambda f: truncate(f / "model.safetensors", 1000), r"model\.safetensors is damaged .*: tensor '.+'"),
+    "truncated": (lambda f: truncate(f / "model.safetensors", 1000), r"model\.safetensors is damaged .*fully covered"),
     "missing shard": (split_and_lose_one, r"model-00002-of-00002\.safetensors is missing"),
     "wrong shape": (
         lambda f: rewrite(f, lambda t: t.update({DOWN: t[DOWN].T.contiguous()})),
@@ -93,20 +99,43 @@ HF_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "size 0": (lambda f: set_config(f, num_attention_heads=0), r"config\.json: num_attention_heads is 0, expected 1"),
     "index no object": (lambda f: set_file(f / INDEX, []), r"index\.json is damaged"),
     "index of a list": (lambda f: set_file(f / INDEX, {"weight_map": ["a"]}), r"index\.json is damaged: weight_map is"),
-    "header no object": (lambda f: set_header(f, 12345678), r"model\.safetensors is damaged .*its header holds int"),
-    "header of a list": (lambda f: set_header(f, ["tensor"]), r"model\.safetensors is damaged .*its header holds list"),
-    "header without sizes": (lambda f: set_header(f, {"w": SHAPE}), r"model\.safetensors is damaged .*\[2, '2'\]"),
+    "header no object": (lambda f: set_header(f, 12345678), r"model\.safetensors is damaged or incomplete"),
+    "header of a list": (lambda f: set_header(f, ["tensor"]), r"model\.safetensors is damaged or incomplete"),
+    "header without sizes": (lambda f: set_header(f, {"w": SHAPE}), r"model\.safetensors is damaged or incomplete"),
 }
+
+
+def end_mark(folder: Path) -> None:
+    """Change a bit of the end of the last piece's archive."""
+    file = folder / "__1_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[data.rindex(b"PK\x05\x06")] ^= 1
+    file.write_bytes(data)
+
+
+class Harmful:
+    """A pickle that calls a function when it is loaded."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("harm",)
+
 
 MEGATRON_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (lambda f: truncate(f / "__1_0.distcp", 1000), r"__1_0\.distcp is cut off: tensor '.+'"),
     "missing shard": (lambda f: (f / "__1_0.distcp").unlink(), r"__1_0\.distcp is missing"),
+    "damaged piece": (end_mark, r"__1_0\.distcp: tensor '.*' cannot be read: .*; use another checkpoint"),
     "wrong shape": (
         lambda f: set_config(f / "hf", moe_intermediate_size=64),
         r"tensor 'decoder\..*' has shape .*config\.json implies",
     ),
     "damaged index": (lambda f: truncate(f / ".metadata", 50), r"\.metadata is damaged"),
+    "index that calls": (lambda f: (f / ".metadata").write_bytes(pickle.dumps(Harmful())), r"it names posix\.mkdir"),
     "unknown architecture": (lambda f: set_config(f / "hf", architectures=["Qwen9ForCausalLM"]), "Qwen9ForCausalLM"),
+    "other dtype": (
+        lambda f: set_config(f / "hf", dtype="int8"),
+        r"config\.json: dtype is 'int8'; write one of float32",
+    ),
+    "another model": (lambda f: set_config(f / "hf", num_hidden_layers=1), r"nothing uses tensor 'decoder\.layers\.1"),
     "no configuration": (lambda f: shutil.rmtree(f / "hf"), r"has no hf/config\.json; .*--hf-dir"),
 }
 
@@ -163,69 +192,50 @@ def run_tool(monkeypatch: pytest.MonkeyPatch, capsys: Any, tool: str, *arguments
     return ended.value.code, *capsys.readouterr()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        *((("--shard-gb", value), "--shard-gb must be above 0") for value in ("nan", "inf", "0", "-1")),
-        *((("--threads", value), "--threads must be at least 1") for value in ("0", "-2")),
-    ],
-)
+@pytest.mark.parametrize("value", ["nan", "inf", "0", "-1"])
 def test_numbers_that_make_no_sense_are_refused_before_anything_is_read(
-    tmp_path: Path, arguments: tuple[str, str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    tmp_path: Path, value: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    options = f"{arguments[0]}={arguments[1]}"  # argparse would take -1 for an option
-    tools = ["convert_megatron_to_hf.py"] + ["convert_hf_to_megatron.py"] * (arguments[0] == "--threads")
-    for tool in tools:
-        code, _, errors = run_tool(monkeypatch, capsys, tool, tmp_path / "nowhere", tmp_path / "out", options)
+    for tool, option in (("convert_megatron_to_hf.py", "--shard-gb"), ("convert_hf_to_megatron.py", "--tp")):
+        code, _, errors = run_tool(monkeypatch, capsys, tool, tmp_path / "no", tmp_path / "out", f"{option}={value}")
         assert code == 2
-        assert message in errors
+        assert option in errors
 
 
-def test_a_training_checkpoint_is_compared_with_its_sums_before_it_is_said_to_be_right(
-    pristine: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+def test_sizes_that_do_not_fit_and_a_model_too_large_for_one_process_are_refused(
+    pristine: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One bit of a weight is changed: nothing that the conversion itself compares can show that."""
-    work = Path(shutil.copytree(pristine[1], tmp_path / "update-000001.tmp"))
-    RunRecord(update=1, version=1).write(work)
-    checkpoint = checkpoints.complete(work)
-    to_hf, inspect, out = "convert_megatron_to_hf.py", "inspect_checkpoint.py", tmp_path / "out"
-    assert run_tool(monkeypatch, capsys, to_hf, checkpoint, out, "--verify")[0] == 0
-    code, text, _ = run_tool(monkeypatch, capsys, inspect, checkpoint)
-    assert code == 0
-    assert "every file has the SHA-256 sum that manifest.json says" in text
-
-    row = load_file(pristine[0] / "model.safetensors")["lm_head.weight"][-1].numpy().tobytes()
-    (file,) = [file for file in checkpoint.glob("*.distcp") if row in file.read_bytes()]
-    data = bytearray(file.read_bytes())
-    data[data.index(row)] ^= 1
-    file.write_bytes(data)
-    before = snapshot(out)
-    reason = f"is damaged: {file.name} has another checksum than manifest.json says; use another checkpoint"
-    for arguments in ((to_hf, checkpoint, out, "--verify", "--overwrite"), (inspect, checkpoint)):
-        code, text, errors = run_tool(monkeypatch, capsys, *arguments)
-        assert (code, text) == (1, "")
-        assert errors == f"error: {checkpoint} {reason}\n"
-    assert snapshot(out) == before
-    code, text, _ = run_tool(monkeypatch, capsys, inspect, checkpoint, "--no-sums")
-    assert code == 0
-    assert "SHA-256 sums not" in text
-    assert run_tool(monkeypatch, capsys, to_hf, checkpoint, out, "--overwrite")[0] == 0
-    assert snapshot(out) != before
+    for size, message in (("ep", r"--ep=3 does not divide the model's experts \(8\)"), ("pp", "--pp=3.*layers")):
+        with pytest.raises(ConfigError, match=message):
+            convert_hf_to_megatron(pristine[0], tmp_path / "no", **{size: 3})
+    with pytest.raises(ConfigError, match=r"2 ranks .* --pp=1"):
+        to_megatron(pristine[0], tmp_path / "no", ranks=2, tp=4)
+    free = type("Memory", (), {"available": 1_000_000})
+    monkeypatch.setattr(to_megatron_module.psutil, "virtual_memory", lambda: free)
+    with pytest.raises(ConfigError, match=r"weights take .* GB in float32, and one process has 0\.0 GB .*torchrun"):
+        convert_hf_to_megatron(pristine[0], tmp_path / "no")
+    shutil.copytree(pristine[0], tmp_path / "half")
+    set_config(tmp_path / "half", dtype="float16")
+    with pytest.raises(ConfigError, match=r"the weights are float16, .*--dtype bfloat16"):
+        convert_hf_to_megatron(tmp_path / "half", tmp_path / "no")
+    assert [path.name for path in tmp_path.iterdir()] == ["half"]
 
 
 def test_a_result_with_other_files_is_replaced_only_when_asked(
     pristine: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    for tool, source in (("convert_hf_to_megatron.py", pristine[0]), ("convert_megatron_to_hf.py", pristine[1])):
-        out = Path(shutil.copytree(source, tmp_path / tool))
-        (out / "notes.txt").write_text("mine")
-        before = snapshot(out)
-        code, _, errors = run_tool(monkeypatch, capsys, tool, source, out)
-        assert code == 1
-        assert "; choose another folder, or replace it and all that it holds with --overwrite" in errors
-        assert snapshot(out) == before
-        assert run_tool(monkeypatch, capsys, tool, source, out, "--overwrite")[0] == 0
-        assert not (out / "notes.txt").exists()
+    tool, source = "convert_megatron_to_hf.py", pristine[1]
+    out = Path(shutil.copytree(pristine[0], tmp_path / "out"))
+    (out / "notes.txt").write_text("mine")
+    before = snapshot(out)
+    code, _, errors = run_tool(monkeypatch, capsys, tool, source, out)
+    assert code == 1
+    assert "; choose another folder, or replace it and all that it holds with --overwrite" in errors
+    assert snapshot(out) == before
+    code, text, _ = run_tool(monkeypatch, capsys, tool, source, out, "--overwrite", "--verify")
+    assert code == 0
+    assert re.search(r"out: \d\.\d+ GB in \d+\.\d s, verified", text)
+    assert not (out / "notes.txt").exists()
 
 
 def test_neither_conversion_replaces_what_it_reads_or_a_folder_of_other_things(
@@ -241,51 +251,105 @@ def test_neither_conversion_replaces_what_it_reads_or_a_folder_of_other_things(
     link = tmp_path / "link"
     link.symlink_to(run)
     before = snapshot(tmp_path)
-    for convert, source in ((convert_hf_to_megatron, run / "model"), (convert_megatron_to_hf, run / "megatron")):
-        for out in (source, run, link):
-            with pytest.raises(ModelError, match=r"would be replaced, and .*, which is read, with it; choose another"):
-                convert(source, out)
-        with pytest.raises(ModelError, match="other exists and holds neither a model nor a checkpoint"):
-            convert(source, other)
-        with pytest.raises(ModelError, match=r"notes\.txt is a file; choose a folder"):
-            convert(source, run / "notes.txt")
+    wanted = {
+        **dict.fromkeys((run, link), r"would be replaced, and .*, which is read, with it; choose another"),
+        other: "other exists and holds neither a model nor a checkpoint",
+        run / "notes.txt": r"notes\.txt is a file; choose a folder",
+    }
+    targets = [run / "model", *wanted]
+    jobs = [{"hf_dir": run / "model", "out_dir": out} for out in targets]
+    (errors,) = run_ranks(convert_on_ranks, 1, jobs=jobs)
+    for out, error in zip(targets, errors, strict=True):
+        assert error is not None
+        assert error[0] == "ModelError"
+        assert re.search(wanted.get(out, "would be replaced"), error[1])
+    for out in (run / "megatron", *wanted):
+        with pytest.raises(ModelError, match=wanted.get(out, "would be replaced")):
+            convert_megatron_to_hf(run / "megatron", out)
     assert snapshot(tmp_path) == before
 
 
 def test_a_link_to_an_earlier_result_stays_and_leads_to_the_new_one(
     pristine: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    convert_megatron_to_hf(pristine[1], tmp_path / "real")
-    (tmp_path / "real" / "model.safetensors").write_bytes(b"old")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "config.json").write_text("old")
     (tmp_path / "link").symlink_to(tmp_path / "real")
     convert_megatron_to_hf(pristine[1], tmp_path / "link", overwrite=True)
     assert (tmp_path / "link").is_symlink()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "real"]
-    assert (
-        load_file(tmp_path / "real" / "model.safetensors").keys() == load_file(pristine[0] / "model.safetensors").keys()
-    )
+    assert_equal_folders(pristine[0], tmp_path / "real")
 
 
-def test_what_a_killed_conversion_left_is_not_taken_for_a_checkpoint(
+def convert_on_small_disk(source: Path, checkpoint: Path, disk: SmallDisk) -> list[Any]:
+    """On a rank: both conversions over earlier results on a disk that is full; their errors."""
+    disk.fill(but=500_000)
+    errors = convert_on_ranks([{"hf_dir": source, "out_dir": disk.folder / "megatron", "overwrite": True}])
+    try:
+        convert_megatron_to_hf(checkpoint, disk.folder / "hf", overwrite=True)
+    except ModelError as error:
+        errors.append(("ModelError", str(error)))
+    disk.empty()
+    return errors
+
+
+def test_a_full_disk_is_one_error_and_leaves_the_target_as_it_was(
+    pristine: tuple[Path, Path], small_disk: SmallDisk
+) -> None:
+    disk = small_disk.folder
+    shutil.copytree(pristine[0], disk / "hf")
+    shutil.copytree(pristine[1], disk / "megatron")
+    before = snapshot(disk)
+    (errors,) = run_ranks(convert_on_small_disk, 1, source=pristine[0], checkpoint=pristine[1], disk=small_disk)
+    for name, error in zip(("megatron", "hf"), errors, strict=True):
+        assert re.search(rf"disk/{name} could not be written: .*No space left on device", error[1]), error
+        assert "\n" not in error[1]
+    assert snapshot(disk) == before
+    convert_megatron_to_hf(pristine[1], disk / "hf", verify=True, overwrite=True)
+
+
+def stop_half_way(kind: str, source: Path, out: Path) -> None:
+    """Convert in this process, and wait where the weights are written and the folder has not its name."""
+    from megatron_fr.convert import to_hf, to_megatron
+
+    def wait(*_: object) -> None:
+        (out.parent / "reached").touch()
+        time.sleep(60)
+
+    torch.set_num_threads(1)
+    for module in (to_hf, to_megatron):
+        module.copy_other_files = wait  # type: ignore[attr-defined]
+    convert_megatron_to_hf(source, out) if kind == "hf" else convert_hf_to_megatron(source, out)
+
+
+@pytest.mark.parametrize("kind", ["hf", "megatron"])
+def test_a_killed_conversion_leaves_no_result_and_the_next_one_cleans_up(
+    pristine: tuple[Path, Path], tmp_path: Path, kind: str
+) -> None:
+    source, out = pristine[kind == "hf"], tmp_path / "results" / "out"
+    out.parent.mkdir()
+    process = fork_process(stop_half_way, tmp_path / "log", {}, kind, source, out)
+    deadline = time.monotonic() + 120
+    while not (out.parent / "reached").exists():
+        assert process.exitcode is None, (tmp_path / "log").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    end_process(process)
+    (out.parent / "reached").unlink()
+    assert [path.name for path in out.parent.iterdir()] == [".out.tmp"]
+    convert_megatron_to_hf(source, out) if kind == "hf" else to_megatron(source, out)
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    if kind == "megatron":
+        assert StoredTensors(out).tensors.keys() == StoredTensors(pristine[1]).tensors.keys()
+
+
+def test_conversion_onto_a_folder_that_another_one_writes_is_refused(
     pristine: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    shutil.copytree(pristine[1], tmp_path / ".whole.tmp" / "whole")
-    with pytest.raises(ModelError, match="holds no Megatron checkpoint"):
-        find_checkpoint(tmp_path)
-    shutil.copytree(pristine[1], tmp_path / "whole")
-    assert find_checkpoint(tmp_path) == tmp_path / "whole"
+    from megatron_fr.hf.atomic import atomic_folder
 
-
-@pytest.mark.parametrize("dtype", ["auto", "int8"])
-def test_a_dtype_that_weights_are_not_trained_in_is_named(
-    pristine: tuple[Path, Path], tmp_path: Path, dtype: str
-) -> None:
-    shutil.copytree(pristine[1], tmp_path / "megatron")
-    set_config(tmp_path / "megatron" / "hf", dtype=dtype)
-    with pytest.raises(ModelError, match=rf"config\.json: dtype is '{dtype}'; write one of float32, bfloat16, float16"):
-        convert_megatron_to_hf(tmp_path / "megatron", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def snapshot(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    with atomic_folder(tmp_path / "out") as work:
+        (work / "config.json").write_text("first")
+        with pytest.raises(ModelError, match=r"another process writes .*out; wait"):
+            convert_megatron_to_hf(pristine[1], tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").read_text() == "first"

@@ -13,15 +13,16 @@ import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
+from torch.distributed import checkpoint
 
 from megatron_fr.config import RunConfig
-from megatron_fr.errors import ModelError
-from megatron_fr.hf.folder import read_spec
 from megatron_fr.convert.inspect import inspect_folder
-from megatron_fr.hf.load import load_hf_weights
-from megatron_fr.hf.save import save_hf_folder
 from megatron_fr.convert.to_hf import convert_megatron_to_hf
 from megatron_fr.convert.to_megatron import convert_hf_to_megatron
+from megatron_fr.errors import ConfigError, ModelError
+from megatron_fr.hf.folder import read_spec
+from megatron_fr.hf.load import load_hf_weights
+from megatron_fr.hf.save import save_hf_folder
 from megatron_fr.tiny import make_untrained
 from tests.support.parallel_launch import run_ranks
 
@@ -100,11 +101,11 @@ def test_of_a_hub_name_no_weights_are_fetched_for_the_configuration(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert read_spec("someone/model").experts == 8
-    with pytest.raises(ConfigError, match="torchrun"):  # by then the weights were fetched
-        monkeypatch.setattr(to_megatron.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-        to_megatron.convert_hf_to_megatron("someone/model", tmp_path / "megatron")
-    with pytest.raises(ModelError, match="no tensor for"):
-        convert_megatron_to_hf(stored(tmp_path / "megatron"), tmp_path / "hf", hf_dir="someone/model")
+    with pytest.raises(ConfigError, match="--tp=3 does not divide"):
+        convert_hf_to_megatron("someone/model", tmp_path / "out", tp=3)
+    checkpoint.save({"decoder.weight": torch.ones(1)}, checkpoint_id=tmp_path / "megatron", no_dist=True)
+    with pytest.raises(ModelError, match="no tensor for 'embedding"):
+        convert_megatron_to_hf(tmp_path / "megatron", tmp_path / "out", hf_dir="someone/model")
     assert {"model.safetensors", "model-1.safetensors"} <= seen[1]
     assert [seen[0], seen[2]] == [small, small]
 
