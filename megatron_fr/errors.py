@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class MegatronFRError(Exception):
     """Base of every error raised on purpose; the command line prints it without a traceback."""
@@ -9,6 +12,25 @@ class MegatronFRError(Exception):
 
 class ConfigError(MegatronFRError):
     """The configuration is unknown, contradictory or out of range."""
+
+
+class MissingExtraError(ConfigError):
+    """A package that only an extra of this project brings is not installed."""
+
+
+@contextmanager
+def needs_extra(extra: str) -> Iterator[None]:
+    """Import optional packages within it.
+
+    Raises:
+        MissingExtraError: one of them is not installed; names the package and the extra.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            f"the package {error.name} is not installed; pip install 'megatron-fr[{extra}]' brings it"
+        ) from error
 
 
 class ModelError(MegatronFRError):

@@ -51,7 +51,8 @@ def route_dtype(num_experts: int) -> np.dtype[Any]:
 class ModelLimits:
     """What a valid trajectory may contain, read from the model and the run's configuration.
 
-    ``num_moe_layers``, ``top_k`` and ``num_experts`` are 0 for dense models.
+    ``num_moe_layers``, ``top_k`` and ``num_experts`` are 0 for dense models. ``dense_layers`` are the layers, from 0,
+    that have no experts while others have: an engine reports routes of all layers, and theirs mean nothing.
     """
 
     vocab_size: int
@@ -59,6 +60,7 @@ class ModelLimits:
     num_moe_layers: int = 0
     top_k: int = 0
     num_experts: int = 0
+    dense_layers: tuple[int, ...] = ()
 
     @property
     def route_dtype(self) -> np.dtype[Any]:

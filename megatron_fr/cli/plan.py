@@ -21,7 +21,7 @@ from megatron_fr.errors import ConfigError
 from megatron_fr.hf.export import hf_tensor_specs
 from megatron_fr.hf.folder import read_spec
 from megatron_fr.models.layouts import check_aux_loss, check_layout, uses_sequence_parallel
-from megatron_fr.models.mappings import WeightMapping
+from megatron_fr.models.mappings import Buffer, WeightMapping
 from megatron_fr.models.sizes import Sizes
 from megatron_fr.models.spec import EMBEDDING, FINAL_NORM, HEAD, ModelSpec
 from megatron_fr.trainer.data.packing import plan_micro_batches
@@ -67,6 +67,8 @@ def count_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> t
 
     def size(mapping: WeightMapping) -> int:
         ranks = parallel.etp if mapping.per_expert else parallel.tp
+        if isinstance(mapping, Buffer):
+            return 0
         meta = [torch.empty(shape, device="meta") for shape in mapping.hf_shapes(spec)]
         return mapping.shard(meta, spec, 0, ranks).numel()
 
@@ -147,7 +149,8 @@ def activation_bytes(spec: ModelSpec, config: RunConfig, parallel: ParallelConfi
     copy, inner = spec.hidden / sequence, spec.ffn / parallel.tp
     dense, dense_work = attention + 3 * inner, inner + copy
     copies, inner = spec.top_k * copy * parallel.etp, spec.top_k * spec.moe_ffn / sequence
-    routed, routed_work = attention + copies + 3 * inner, inner + copies
+    shared = spec.shared_ffn / parallel.tp
+    routed, routed_work = attention + copies + 3 * (inner + shared), inner + copies + shared
     work = max(dense_work if moe < each else 0, routed_work if moe else 0)
     virtual = parallel.vpp
     chunks = parallel.pp - stage

@@ -135,9 +135,7 @@ class Supervisor:
     def _run(self) -> int:
         resume = None
         if self._config.checkpoint.resume == "auto":
-            resume = newest_usable(self._output, stop=lambda: self._signals > 0)
-            if self._signals:
-                return 0
+            resume = newest_usable(self._output)
             if resume is not None:
                 print(f"going on from {resume}; checkpoint.resume=never starts anew", flush=True)
         print(f"starting {self._config.rollout.engines} engine(s); logs in {self._logs}", flush=True)
@@ -171,7 +169,7 @@ class Supervisor:
 
     def _start_rank(self, rank: int, resume: Path | None, port: int) -> Child:
         command = ["-m", "megatron_fr.trainer", "--config", self._config_file, "--service", str(self._url_file)]
-        command += ["--resume", "never"] if resume is None else ["--resume", str(resume), "--resume-checked"]
+        command += ["--resume", "never" if resume is None else str(resume)]
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self._config.parallel.world_size)}
         environment = {**self._rank_gpus, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         log = self._logs / f"trainer-{rank}.log"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_fr.convert.quantized import check_quantized
-from megatron_fr.errors import ModelError
+from megatron_fr.errors import ModelError, needs_extra
 from megatron_fr.hf.atomic import atomic_folder
 from megatron_fr.hf.folder import copy_other_files, read_spec, resolve_folder
 from megatron_fr.hf.weights import SCALE_SUFFIX, WeightFiles, open_weights
@@ -50,8 +50,9 @@ def quantize_hf(
 @torch.no_grad()
 def _quantize_into(work: Path, source: Path, calibration: Sequence[torch.Tensor]) -> dict[str, float]:
     prepare_process(resolve_device("auto"))  # ModelOpt imports Megatron-Core
-    import modelopt.torch.quantization as mtq
-    from modelopt.torch.export import export_hf_checkpoint
+    with needs_extra("quantize"):
+        import modelopt.torch.quantization as mtq
+        from modelopt.torch.export import export_hf_checkpoint
     from transformers import AutoModelForCausalLM
 
     held_out = list(calibration[1::2]) or list(calibration)
@@ -87,9 +88,11 @@ def load_quantized(folder: str | Path) -> Any:
         ModelError: a scale is missing, or tensors and configuration do not match.
     """
     prepare_process(resolve_device("auto"))
-    import modelopt.torch.quantization as mtq
     import transformers
-    from modelopt.torch.quantization.nn import TensorQuantizer
+
+    with needs_extra("quantize"):
+        import modelopt.torch.quantization as mtq
+        from modelopt.torch.quantization.nn import TensorQuantizer
 
     folder = Path(folder)
     check_quantized(folder)

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 
+from megatron_fr.checkpoint.store import HF_FILES
 from megatron_fr.convert.stored import StoredTensors, check_complete, find_checkpoint, read_parameters
 from megatron_fr.errors import ModelError
 from megatron_fr.hf.atomic import atomic_folder
 from megatron_fr.hf.export import hf_tensor_specs
-from megatron_fr.hf.folder import HF_FILES, copy_other_files, read_spec, resolve_folder, stated_dtype
+from megatron_fr.hf.folder import copy_other_files, read_spec, resolve_folder, stated_dtype
 from megatron_fr.hf.save import SHARD_BYTES
 from megatron_fr.hf.weights import open_weights, write_weights
 from megatron_fr.models.spec import ModelSpec

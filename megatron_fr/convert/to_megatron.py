@@ -9,13 +9,14 @@ from pathlib import Path
 import psutil
 import torch
 
+from megatron_fr.checkpoint.store import HF_FILES
 from megatron_fr.config import RunConfig
 from megatron_fr.config.sections import ModelConfig, ParallelConfig, TrainConfig
 from megatron_fr.convert.to_hf import compare
 from megatron_fr.errors import ConfigError
 from megatron_fr.hf.atomic import atomic_folder
 from megatron_fr.hf.export import hf_tensor_specs
-from megatron_fr.hf.folder import HF_FILES, copy_other_files, read_spec, resolve_folder, stated_dtype
+from megatron_fr.hf.folder import copy_other_files, read_spec, resolve_folder, stated_dtype
 from megatron_fr.hf.weights import open_weights
 from megatron_fr.models.layouts import check_layout
 from megatron_fr.models.spec import ModelSpec
@@ -84,7 +85,7 @@ def convert_hf_to_megatron(
 
 
 def _convert(config: RunConfig, model: ModelSpec, source: Path, out: Path, *, verify: bool, overwrite: bool) -> Path:
-    from megatron_fr.checkpoint.weights_checkpoint import save_weights
+    from megatron_fr.checkpoint.io import save_weights
     from megatron_fr.hf.load import load_hf_weights
     from megatron_fr.runtime.collectives import from_rank_zero
     from megatron_fr.trainer.model import build_model

@@ -252,12 +252,12 @@ def read_routes(encoded: Any, limits: ModelLimits) -> tuple[npt.NDArray[Any] | N
         flat = np.frombuffer(base64.b64decode(cast(str, encoded), validate=True), dtype=np.int32)
     except (binascii.Error, ValueError, TypeError) as error:
         return None, f"the engine returned routes that cannot be decoded: {error}"
-    row = limits.num_moe_layers * limits.top_k
+    layers = limits.num_moe_layers + len(limits.dense_layers)
+    row = layers * limits.top_k
     if row == 0 or flat.size == 0 or flat.size % row:
-        return None, f"the engine returned {flat.size} route entries, no multiple of {row} (MoE layers x top-k)"
-    if flat.min() < 0 or flat.max() >= limits.num_experts:
-        return (
-            None,
-            f"the engine's routes name experts {flat.min()} to {flat.max()}, the model has {limits.num_experts}",
-        )
-    return flat.reshape(-1, limits.num_moe_layers, limits.top_k).astype(limits.route_dtype), None
+        return None, f"the engine returned {flat.size} route entries, no multiple of {row} (layers x top-k)"
+    routes = np.delete(flat.reshape(-1, layers, limits.top_k), limits.dense_layers, axis=1)
+    if routes.min() < 0 or routes.max() >= limits.num_experts:
+        found = f"{routes.min()} to {routes.max()}"
+        return None, f"the engine's routes name experts {found}, the model has {limits.num_experts}"
+    return routes.astype(limits.route_dtype), None

@@ -35,9 +35,12 @@ def hf_tensor_specs(spec: ModelSpec, dtype: torch.dtype) -> list[TensorSpec]:
     """Every Hugging Face tensor of the model in the order of :func:`iter_hf_tensors`. No collective.
 
     Tensors that engines load as one (q, k and v; gate and up) follow each other.
+
+    Args:
+        dtype: of the parameters.
     """
     return [
-        TensorSpec(name, shape, dtype)
+        TensorSpec(name, shape, entry.mapping.dtype or dtype)
         for entry in spec.parameters()
         for name, shape in zip(entry.hf, entry.mapping.hf_shapes(spec), strict=True)
     ]
@@ -62,7 +65,7 @@ def iter_hf_tensors(chunks: Sequence[torch.nn.Module], spec: ModelSpec) -> Itera
             shards = [
                 held[entry.param].data
                 if source == 0
-                else _receive(source, shard_shape(entry.mapping, spec, len(sources)), example)
+                else _receive(source, shard_shape(entry.mapping, spec, len(sources)), example, entry.mapping.dtype)
                 for source in sources
             ]
             yield from zip(entry.hf, entry.mapping.gather(shards, spec), strict=True)
@@ -94,8 +97,8 @@ def _holds(place: Placement, entry: MappedParameter) -> bool:
     return entry.layer in place.layers and (entry.expert is None or entry.expert in place.experts)
 
 
-def _receive(source: int, shape: tuple[int, ...], example: torch.Tensor) -> torch.Tensor:
-    shard = torch.empty(shape, dtype=example.dtype, device=example.device)
+def _receive(source: int, shape: tuple[int, ...], example: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    shard = torch.empty(shape, dtype=dtype or example.dtype, device=example.device)
     dist.recv(shard, src=source)
     return shard
 

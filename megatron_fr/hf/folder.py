@@ -17,9 +17,6 @@ from megatron_fr.models.spec import ModelSpec
 #: Configuration, generation configuration, tokenizer and chat template; not weights, and not their index.
 _COPIED_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
 
-#: Folder inside a Megatron checkpoint with configuration, tokenizer and chat template.
-HF_FILES = "hf"
-
 
 def resolve_folder(path: str | Path, *, weights: bool = True) -> Path:
     """A local folder as it is; a hub name such as ``Qwen/Qwen3-30B-A3B`` through the hub's cache.

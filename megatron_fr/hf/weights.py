@@ -116,7 +116,8 @@ def open_weights(folder: Path, spec: ModelSpec, *, quantized: bool = False) -> W
     if missing := [name for name in expected if name not in files.names]:
         raise ModelError(f"{folder}: {len(missing)} tensors are missing, among them {missing[0]!r}")
     allowed = expected.keys() | ({"lm_head.weight"} if spec.tie else set())
-    left_over = sorted(name for name in files.names - allowed if not name.endswith(_IGNORED_SUFFIX))
+    ignored = [name for name in files.names if name.endswith(_IGNORED_SUFFIX) or name.startswith(spec.unused_tensors)]
+    left_over = sorted(files.names - allowed - set(ignored))
     scales = [name for name in left_over if name.endswith(SCALE_SUFFIX)]
     if scales and not quantized:
         raise ModelError(

@@ -15,6 +15,8 @@ _NOT_COMPUTED = frozenset(
         *("output_router_logits", "router_aux_loss_coef", "max_window_layers"),
     }
 )
+#: Values with which a feature is off; so is a factor of 1.0.
+_OFF: tuple[Any, ...] = (None, False, "", [], {})
 
 
 class ConfigFields:
@@ -39,27 +41,16 @@ class ConfigFields:
         value = self._values.get(name)
         return default if value is None else value
 
-    def size(self, name: str) -> int:
-        """A whole number of 1 or more.
-
-        Raises:
-            ModelError: the field has another value.
-        """
-        value = self.get(name)
-        if not isinstance(value, int) or value < 1:
-            raise ModelError(f"config.json: {name} is {value!r}, expected 1 or more")
-        return value
-
-    def number(self, name: str) -> float:
+    def number(self, name: str, default: Any = None) -> Any:
         """A number above 0.
 
         Raises:
             ModelError: the field has another value.
         """
-        value = self.get(name)
+        value = self.get(name, default)
         if not isinstance(value, int | float) or not value > 0:
             raise ModelError(f"config.json: {name} is {value!r}, expected a number above 0")
-        return float(value)
+        return value
 
     def only(self, name: str, supported: Any, default: Any = None) -> None:
         """Accept one value of a field.
@@ -77,12 +68,15 @@ class ConfigFields:
         """Refuse what nothing asked for, unless its value says that the feature is off.
 
         Raises:
-            ModelError: names the field.
+            ModelError: names the fields.
         """
-        for name, value in self._values.items():
-            if name in self._asked or value in (None, False, "", [], {}) or (isinstance(value, float) and value == 1):
-                continue
+        unknown = [
+            f"{name}={value!r}"
+            for name, value in self._values.items()
+            if name not in self._asked and value not in _OFF and not (isinstance(value, float) and value == 1)
+        ]
+        if unknown:
             raise ModelError(
-                f"config.json of a {self._model_type}: the field {name}={value!r} is unknown and may change what the "
+                f"config.json of a {self._model_type}: {', '.join(unknown)}: unknown here, and may change what the "
                 "model computes; use a model without it, or, if it changes nothing, remove it from config.json"
             )

@@ -11,10 +11,15 @@ def check_aux_loss(spec: ModelSpec, coefficient: float) -> None:
     """Accept ``train.moe_aux_loss_coeff``.
 
     Raises:
-        ConfigError: the model has no experts to balance.
+        ConfigError: the model has no experts to balance, or a router whose correction bias does that.
     """
     if coefficient and not spec.moe:
         raise ConfigError(f"train.moe_aux_loss_coeff={coefficient}: the model has no experts to balance; set it to 0")
+    if coefficient and spec.transformer.get("moe_router_enable_expert_bias"):
+        raise ConfigError(
+            f"train.moe_aux_loss_coeff={coefficient}: this loss is of softmax routers, and the model's has a "
+            "correction bias; set it to 0"
+        )
 
 
 def check_layout(spec: ModelSpec, parallel: ParallelConfig) -> None:
@@ -32,6 +37,7 @@ def check_layout(spec: ModelSpec, parallel: ParallelConfig) -> None:
     ]
     if spec.moe:
         parts.append(("parallel.ep", parallel.ep, "experts", spec.experts))
+        parts.append(("parallel.tp", parallel.tp, "shared experts' width", spec.shared_ffn))
         parts.append(("parallel.etp", parallel.etp, "expert MLP width", spec.moe_ffn))
     if len(spec.moe_layers) < spec.layers:
         parts.append(("parallel.tp", parallel.tp, "MLP width", spec.ffn))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,20 +57,22 @@ def placement(chunks: Sequence[torch.nn.Module]) -> Placement:
     )
 
 
-def parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters by their names in the whole model, local layers' spelling.
+def parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """This rank's parameters and persistent buffers by their names in the whole model, local layers' spelling.
 
     Layer and expert numbers become global, and Transformer Engine's fused norms and grouped experts get the names
     that Megatron-Core's local layers have: ``decoder.layers.0.mlp.experts.linear_fc1.weight2`` on EP rank 1 of a
     second pipeline stage becomes ``decoder.layers.24.mlp.experts.local_experts.66.linear_fc1.weight``.
     """
-    found: dict[str, torch.nn.Parameter] = {}
+    found: dict[str, torch.Tensor] = {}
     models = [unwrap(chunk) for chunk in chunks]
     first_expert = _local_experts(models).start
     for model in models:
         layers = model.decoder.layers
-        for name, parameter in model.named_parameters():
-            found[_whole_name(name, layers, first_expert)] = parameter
+        kept = model.state_dict(keep_vars=True)
+        buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
+        for name, tensor in itertools.chain(model.named_parameters(), buffers):
+            found[_whole_name(name, layers, first_expert)] = tensor
     return found
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -42,13 +42,11 @@ class WeightMapping:
         hf: the Hugging Face names.
     """
 
+    #: The dtype in Megatron-Core and in Hugging Face files; None: the model's.
+    dtype: ClassVar[torch.dtype | None] = None
+
     param: str
     hf: tuple[str, ...]
-
-    @property
-    def per_layer(self) -> bool:
-        """Whether there is one for every layer."""
-        return "{layer}" in self.param
 
     @property
     def per_expert(self) -> bool:
@@ -114,6 +112,13 @@ class Copy(WeightMapping):
     @property
     def axis(self) -> int | None:
         return None
+
+
+@dataclass(frozen=True)
+class Buffer(Copy):
+    """A tensor that is loaded, saved and synchronised, but never trained; float32 whatever the model's dtype."""
+
+    dtype: ClassVar[torch.dtype | None] = torch.float32
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ def describe(config: ConfigFields) -> ModelSpec:
     """
     config.only("attention_bias", False, False)
     common = common_fields(config)
-    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers", [])
+    step, dense = config.number("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
     moe_layers = tuple(n for n in range(common["layers"]) if n not in dense and (n + 1) % step == 0)
     return ModelSpec(
         architecture="Qwen3MoeForCausalLM",
@@ -22,9 +22,9 @@ def describe(config: ConfigFields) -> ModelSpec:
         dense_mlp=dense_mlp(),
         moe_mlp=moe_mlp(),
         qk_norm=True,
-        experts=config.size("num_experts"),
-        moe_ffn=config.size("moe_intermediate_size"),
-        top_k=config.size("num_experts_per_tok"),
+        experts=config.number("num_experts"),
+        moe_ffn=config.number("moe_intermediate_size"),
+        top_k=config.number("num_experts_per_tok"),
         moe_layers=moe_layers,
         # Softmax over the chosen logits equals softmax over all, renormalised over the chosen.
         transformer={"moe_router_pre_softmax": not config.get("norm_topk_prob")},

@@ -11,6 +11,7 @@ from megatron_fr.models.spec import ModelSpec
 
 #: The module of this package that describes an architecture: its ``describe`` reads the fields of a configuration.
 FAMILIES = {
+    "Glm4MoeForCausalLM": "glm4_moe",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",

@@ -44,7 +44,7 @@ class ModelSpec(Sizes):
         rope_theta, rotary_percent: base of the rotary embedding, and the share of a head's elements that it rotates.
         max_positions: the longest sequence.
         transformer: further fields of Megatron-Core's ``TransformerConfig``.
-        tool_calls: name of the syntax in which the model writes tool calls.
+        tool_calls: name of the syntax in which the model writes tool calls, as SGLang names its parsers.
         unused_tensors: prefixes of tensors in a Hugging Face folder that the model does without.
         unserved: why SGLang cannot serve it; None where it can.
         quantized: the folder says that its weights are quantised.
@@ -62,27 +62,21 @@ class ModelSpec(Sizes):
     rotary_percent: float = 1.0
     max_positions: int
     transformer: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    tool_calls: str = "qwen"
+    tool_calls: str = "qwen25"
     unused_tensors: tuple[str, ...] = ()
     unserved: str | None = None
     quantized: bool = False
 
-    def layer_weights(self, layer: int) -> tuple[WeightMapping, ...]:
-        """Weight mappings of one layer, those of its attention first."""
-        return self.attention + (self.moe_mlp if layer in self.moe_layers else self.dense_mlp)
-
     def parameters(self) -> Iterator[MappedParameter]:
         """Every parameter of the whole model, in the fixed order of loading, saving and synchronising."""
-        yield MappedParameter(EMBEDDING, EMBEDDING.param, EMBEDDING.hf)
+        yield _fill(EMBEDDING)
         for layer in range(self.layers):
-            weights = self.layer_weights(layer)
-            yield from (_fill(mapping, layer, None) for mapping in weights if not mapping.per_expert)
-            experts = [mapping for mapping in weights if mapping.per_expert]
-            for expert in range(self.experts if experts else 0):
-                yield from (_fill(mapping, layer, expert) for mapping in experts)
-        yield MappedParameter(FINAL_NORM, FINAL_NORM.param, FINAL_NORM.hf)
+            weights = self.attention + (self.moe_mlp if layer in self.moe_layers else self.dense_mlp)
+            for expert in (None, *range(self.experts)):
+                yield from (_fill(one, layer, expert) for one in weights if one.per_expert == (expert is not None))
+        yield _fill(FINAL_NORM)
         if not self.tie:
-            yield MappedParameter(HEAD, HEAD.param, HEAD.hf)
+            yield _fill(HEAD)
 
     def identity(self) -> dict[str, Any]:
         """What must be equal for weights of one model to be of use in another, as JSON has it."""
@@ -92,8 +86,6 @@ class ModelSpec(Sizes):
         return found | {"moe_layers": list(self.moe_layers)} | dict(self.transformer)
 
 
-def _fill(mapping: WeightMapping, layer: int, expert: int | None) -> MappedParameter:
-    def fill(name: str) -> str:
-        return name.format(layer=layer, expert=expert)
-
-    return MappedParameter(mapping, fill(mapping.param), tuple(fill(name) for name in mapping.hf), layer, expert)
+def _fill(mapping: WeightMapping, layer: int | None = None, expert: int | None = None) -> MappedParameter:
+    param, *hf = (name.format(layer=layer, expert=expert) for name in (mapping.param, *mapping.hf))
+    return MappedParameter(mapping, param, tuple(hf), layer, expert)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_fr.errors import MissingExtraError
 from megatron_fr.observe.metrics import METRICS_FILE, Row, read_metrics, series
-from megatron_fr.observe.plot import plot_run
 from megatron_fr.observe.progress import duration
 
 PICTURE = "run.png"
@@ -39,12 +39,22 @@ def report_run(run_dir: str | Path) -> str:
     """
     folder = Path(run_dir)
     rows = read_metrics(folder / METRICS_FILE)
-    plot_run(folder / METRICS_FILE, folder / PICTURE)
+    note = _draw(folder)
     lines = [f"Run {folder.resolve().name}: {_extent(rows)}", ""]
     lines += [f"  {name:<{_WIDTH}}{text}" for name, text in _facts(rows) if text]
     lines += ["", f"Results in {folder.resolve()}:"]
     lines += [f"  {name:<{_WIDTH}}{what}" for name, what in _RESULTS if (folder / name).exists()]
-    return "\n".join(lines)
+    return "\n".join(lines + note)
+
+
+def _draw(folder: Path) -> list[str]:
+    """Draw the picture; says in one line why there is none without matplotlib."""
+    try:
+        from megatron_fr.observe.plot import plot_run
+    except MissingExtraError as error:
+        return ["", f"No {PICTURE}: {error}"]
+    plot_run(folder / METRICS_FILE, folder / PICTURE)
+    return []
 
 
 def _extent(rows: list[Row]) -> str:

@@ -17,7 +17,7 @@ from megatron_fr.rollout.event_loop_delay import EventLoopDelay
 from megatron_fr.rollout.metrics import batch_metrics
 from megatron_fr.rollout.probe import ProbeSampler
 from megatron_fr.rollout.queue import LeasedBatch
-from megatron_fr.rollout.state import encode_state
+from megatron_fr.rollout.state import encode_state, take_state
 from megatron_fr.rollout.training import TrainingRollouts
 from megatron_fr.trajectory import encode
 
@@ -110,7 +110,7 @@ class Endpoints:
 
     async def _state(self, _: web.Request) -> web.Response:
         # Taken in one go between two events; packing hundreds of megabytes of routes must not hold up the others.
-        payload = await asyncio.to_thread(encode_state, self._rollouts.snapshot(self._version))
+        payload = await asyncio.to_thread(encode_state, take_state(self._rollouts, self._version))
         return web.Response(body=payload, content_type="application/octet-stream")
 
     async def _lease(self, request: web.Request) -> web.Response:
@@ -126,12 +126,7 @@ class Endpoints:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return web.Response(status=204)
-                arrival = asyncio.ensure_future(self._rollouts.pool.wait_arrival(seen))
-                waited_for: set[asyncio.Future[Any]] = {arrival, self._failure}
-                try:
-                    await asyncio.wait(waited_for, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    arrival.cancel()
+                await self._unless_failed(self._rollouts.pool.wait_arrival(seen), within_s=left)
 
     def _leased(self, batch: LeasedBatch) -> dict[str, Any]:
         now, tokens = time.monotonic(), self._fleet.tokens_generated
@@ -176,15 +171,9 @@ class Endpoints:
         if self._run_evaluation is None:
             raise ConfigError("there are no held-out prompts to evaluate on; set data.eval")
         async with self._evaluating:
-            job = asyncio.ensure_future(self._run_evaluation(name=body["name"]))
-            waited_for: set[asyncio.Future[Any]] = {job, self._failure}
-            try:
-                await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
-                self._raise_failure()
-                metrics, count = job.result()
-            finally:
-                job.cancel()
-                await asyncio.gather(job, return_exceptions=True)
+            result = await self._unless_failed(self._run_evaluation(name=body["name"]))
+        assert result is not None
+        metrics, count = result
         return web.json_response({"metrics": metrics, "num_trajectories": count})
 
     async def _probe(self, request: web.Request) -> web.Response:
@@ -197,6 +186,22 @@ class Endpoints:
             # One failed request: the trainer may try again. If the engine died, it learns that then.
             raise web.HTTPBadGateway(text=json.dumps({"error": str(error)}), content_type="application/json") from error
         return web.Response(body=encode([trajectory]), content_type="application/octet-stream")
+
+    async def _unless_failed[T](self, work: Awaitable[T], within_s: float | None = None) -> T | None:
+        """The result of ``work``, or None when it takes longer; it is cancelled then.
+
+        Raises:
+            MegatronFRError: the run cannot go on; raised at once.
+        """
+        job = asyncio.ensure_future(work)
+        waited_for: set[asyncio.Future[Any]] = {job, self._failure}
+        try:
+            await asyncio.wait(waited_for, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+            self._raise_failure()
+            return job.result() if job.done() else None
+        finally:
+            job.cancel()
+            await asyncio.gather(job, return_exceptions=True)
 
     def _raise_failure(self) -> None:
         if self._failure.done():

@@ -27,7 +27,7 @@ from megatron_fr.rollout.evaluate import evaluate
 from megatron_fr.rollout.event_loop_delay import EventLoopDelay
 from megatron_fr.rollout.probe import ProbeSampler
 from megatron_fr.rollout.prompts import load_prompts
-from megatron_fr.rollout.state import read_state
+from megatron_fr.rollout.state import read_state, restore_state
 from megatron_fr.rollout.training import TrainingRollouts
 from megatron_fr.runtime.device import resolve_device
 
@@ -114,7 +114,7 @@ class RolloutService:
         rollouts = TrainingRollouts(config, prompts, episodes, limits, on_fatal=self._fail)
         self._exit.push_async_callback(rollouts.pool.stop)
         if restored is not None:
-            rollouts.restore(restored)
+            restore_state(rollouts, restored)
         self._fleet, self._rollouts = fleet, rollouts
         delay = EventLoopDelay()
         endpoints = Endpoints(

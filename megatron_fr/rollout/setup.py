@@ -47,6 +47,7 @@ def model_limits(spec: ModelSpec, max_context: int) -> ModelLimits:
         num_moe_layers=len(spec.moe_layers),
         top_k=spec.top_k,
         num_experts=spec.experts,
+        dense_layers=tuple(n for n in range(spec.layers) if n not in spec.moe_layers) if spec.moe else (),
     )
 
 

@@ -78,6 +78,12 @@ def make_tiny_model(
     return out
 
 
+def cached_folder(recipe: Recipe | None = None, num_train: int = 2000, num_eval: int = 256) -> Path:
+    """Where this machine keeps the model of a recipe: under ``$MEGATRON_FR_CACHE``, by default ~/.cache/megatron-fr."""
+    root = os.environ.get("MEGATRON_FR_CACHE") or Path.home() / ".cache/megatron-fr"
+    return Path(root) / f"tiny-{_hash(recipe or Recipe(), num_train, num_eval)[:12]}"
+
+
 def evaluate_policy(
     model: Any, tokenizer: Any, prompts_file: Path, num_prompts: int, *, seed: int = 0
 ) -> dict[str, float]:

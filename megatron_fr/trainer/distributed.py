@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 
 from megatron_fr.config.sections import ParallelConfig
-from megatron_fr.errors import ConfigError
+from megatron_fr.errors import ConfigError, MissingExtraError, needs_extra
 from megatron_fr.runtime.device import Device, prepare_process
 from megatron_fr.runtime.ports import free_port
 
@@ -95,10 +95,11 @@ def _from_mpi(environ: Mapping[str, str], rank: int, size: int, local: str | Non
     if size == 1:
         return RankInfo(0, 1, 0, "127.0.0.1", free_port("127.0.0.1"))
     try:
-        from mpi4py import MPI
-    except ImportError as error:
+        with needs_extra("mpi"):
+            from mpi4py import MPI
+    except MissingExtraError as error:
         raise ConfigError(
-            f"{size} MPI ranks need mpi4py to agree on an address; install it, or set MASTER_ADDR and MASTER_PORT"
+            f"{size} MPI ranks agree on an address by MPI: {error}; or set MASTER_ADDR and MASTER_PORT"
         ) from error
     world = MPI.COMM_WORLD
     if world.Get_size() != size:

@@ -51,6 +51,7 @@ def build_transformer_config(
         moe = {
             "num_moe_experts": spec.experts,
             "moe_ffn_hidden_size": spec.moe_ffn,
+            "moe_shared_expert_intermediate_size": spec.shared_ffn or None,
             "moe_router_topk": spec.top_k,
             "moe_router_dtype": "fp32",
             "moe_router_load_balancing_type": "aux_loss" if aux_loss_coeff else "none",

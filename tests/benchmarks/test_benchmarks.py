@@ -25,6 +25,7 @@ KEYS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KEYS)
 def test_the_quick_benchmark_ends_with_its_figures(name: str) -> None:

@@ -62,7 +62,7 @@ def load_and_save_again(jobs: list[tuple[Path, dict[str, Any], dict[str, int], P
         config, device = initialize_layout(folder, layout)
         from megatron.core import dist_checkpointing, parallel_state
 
-        from megatron_fr.checkpoint.weights_checkpoint import load_weights, save_weights
+        from megatron_fr.checkpoint.io import load_weights, save_weights
         from megatron_fr.hf.export import iter_hf_tensors
         from megatron_fr.trainer.model import build_model
 

@@ -23,6 +23,7 @@ from megatron_fr.errors import ConfigError, ModelError
 from megatron_fr.hf.folder import read_spec
 from megatron_fr.hf.load import load_hf_weights
 from megatron_fr.hf.save import save_hf_folder
+from megatron_fr.hf.weights import open_weights
 from megatron_fr.tiny import make_untrained
 from tests.support.parallel_launch import run_ranks
 
@@ -167,6 +168,15 @@ def test_a_tensor_that_nothing_uses_is_named(folder: Path) -> None:
     message = _load_error(folder)
     assert "nothing uses tensor 'model.layers.0.self_attn.q_proj.bias'" in message
     assert "model.safetensors" in message
+
+
+def test_a_layer_for_multi_token_prediction_is_left_out(tmp_path: Path) -> None:
+    folder = make_untrained(tmp_path / "glm", family="glm4_moe")
+    config = json.loads((folder / "config.json").read_text())
+    _rewrite(folder, load_file(folder / "model.safetensors") | {"model.layers.2.eh_proj.weight": torch.ones(3)})
+    assert "nothing uses tensor 'model.layers.2.eh_proj.weight'" in _load_error(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    open_weights(folder, read_spec(folder)).close()
 
 
 def test_a_tensor_of_another_shape_is_named_with_both_shapes(folder: Path) -> None:

@@ -28,7 +28,11 @@ def command(policy: Path, output: Path, *overrides: str) -> list[str]:
     ("name", "overrides"),
     [
         ("tp2", ["parallel.world_size=2", "parallel.tp=2"]),
-        ("grpo_ep2", ["algorithm=grpo", "algorithm.group_size=4", "parallel={world_size: 2, ep: 2}", *ONE]),
+        pytest.param(
+            "grpo_ep2",
+            ["algorithm=grpo", "algorithm.group_size=4", "parallel={world_size: 2, ep: 2}", *ONE],
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_a_run_trains_syncs_and_leaves_what_it_promises(
@@ -109,6 +113,7 @@ def test_an_engine_killed_mid_run_ends_it_with_the_reason_and_keeps_the_weights(
     assert_loads_and_has_moved(newest_model(output), policy)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_reward_function_that_raises_ends_the_run_with_its_name_and_its_error(policy: Path, tmp_path: Path) -> None:
     overrides = ("reward.function=tests.support.varied_reward:broken", "train.num_updates=3", *ONE)

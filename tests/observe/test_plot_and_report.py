@@ -42,6 +42,7 @@ def run_dir(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_the_picture_is_a_png_of_readable_size_with_ink_in_every_panel(run_dir):
     pixels = imread(plot_run(run_dir / METRICS_FILE, run_dir / "x.png"))
     height, width = pixels.shape[:2]
@@ -74,6 +75,7 @@ def test_the_drift_panel_shows_what_the_difference_would_be_without_replay(run_d
     assert lines["without routing replay"].get_xydata().tolist() == [[u, 6e-2] for u in (10, 20, 30, 40)]
 
 
+@pytest.mark.slow
 def test_a_record_of_one_evaluation_and_no_update_can_be_drawn(tmp_path):
     with MetricsWriter(tmp_path) as writer:
         writer.write({"update": 0, "eval/reward": 0.1})

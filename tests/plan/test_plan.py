@@ -13,7 +13,7 @@ import torch
 import yaml
 from pydantic import ValidationError
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen2Config, Qwen3MoeConfig
 
 from megatron_fr.cli.__main__ import main
 from megatron_fr.cli.plan import activation_bytes, batch_bytes, count_parameters, head_bytes, legal_layouts, rank_memory
@@ -69,12 +69,32 @@ CONFIGS = {
     ),
     "Qwen2.5-Math-1.5B": Qwen2Config(**SMALL, vocab_size=151936, tie_word_embeddings=True),
     "DeepSeek-R1-Distill-Qwen-1.5B": Qwen2Config(**SMALL, vocab_size=151936, tie_word_embeddings=False),
+    # As the class's defaults and the family's published sizes give it, without its layer for multi-token prediction.
+    "GLM-4.5-Air": Glm4MoeConfig(
+        architectures=["Glm4MoeForCausalLM"],
+        vocab_size=151552,
+        hidden_size=4096,
+        intermediate_size=10944,
+        num_hidden_layers=46,
+        num_attention_heads=96,
+        num_key_value_heads=8,
+        head_dim=128,
+        moe_intermediate_size=1408,
+        n_routed_experts=128,
+        n_shared_experts=1,
+        num_experts_per_tok=8,
+        first_k_dense_replace=1,
+        attention_bias=True,
+        rope_theta=1_000_000.0,
+        partial_rotary_factor=0.5,
+    ),
 }
 COUNTS = {
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen2.5-7B-Instruct": 7_615_616_512,
     "Qwen2.5-Math-1.5B": 1_543_714_304,
     "DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
+    "GLM-4.5-Air": 106_852_245_504,
 }
 
 
@@ -87,6 +107,9 @@ def test_published_models_map_without_a_leftover_or_missing_tensor(name: str) ->
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     specs = {tensor.name: tensor.shape for tensor in hf_tensor_specs(spec, torch.bfloat16)}
+    buffers = [name for name in specs if name.endswith("e_score_correction_bias")]
+    assert len(buffers) == (45 if name == "GLM-4.5-Air" else 0)
+    assert all(specs.pop(name) == (128,) for name in buffers)
     assert sum(torch.Size(shape).numel() for shape in specs.values()) == COUNTS[name]
     assert sum(parameter.numel() for parameter in model.parameters()) == COUNTS[name]
     ours = {key: shape for key, shape in specs.items() if ".mlp.experts." not in key}
@@ -180,7 +203,7 @@ def test_layers_keep_what_real_ones_keep(tmp_path: Path) -> None:
     )
     for (name, layout), kept in zip(layouts, real, strict=True):
         parallel, ranks = ParallelConfig(world_size=2, **layout), layout.get("tp", 1)
-        one, two = (activation_bytes(model, config, parallel, 0) / 4 / tokens for model in models[name])
+        one, two = (activation_bytes(model_spec(m), config, parallel, 0) / 4 / tokens for m in models[name])
         # What only unfused layers keep: normalised inputs of norms, the rotation's factors, the steps of SwiGLU.
         norms = 2 * hidden + (q + kv if name == "moe" else 0)
         unfused = norms / ranks + 4 * head_dim + (3 * inner / ranks if name == "moe" else 2 * ffn)
@@ -191,11 +214,14 @@ def test_layers_keep_what_real_ones_keep(tmp_path: Path) -> None:
 def test_counts_equal_those_of_built_models_on_every_rank(tmp_path: Path) -> None:
     moe = make_untrained(tmp_path / "moe", vocab_size=515)
     tied = make_untrained(tmp_path / "tied", family="qwen2", tie=True, vocab_size=515)
+    glm = make_untrained(tmp_path / "glm", family="glm4_moe", vocab_size=515)
     mixed = tmp_path / "mixed"
     tiny_hf("qwen3_moe", num_layers=4, mlp_only_layers=[0, 1]).save_pretrained(mixed)
     jobs = [
         (mixed, {"pp": 2, "vpp": 2}),
         (moe, {"tp": 2}),
+        (glm, {"tp": 2}),
+        (glm, {"pp": 2}),
         (moe, {"ep": 2}),
         (moe, {"pp": 2}),
         (moe, {"tp": 2, "etp": 2}),

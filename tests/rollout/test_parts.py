@@ -1,4 +1,4 @@
-"""Small parts of the rollout side: plugin, load sharing, loop lag, limits, command line."""
+"""Small parts of the rollout side: plugin, load sharing, event loop delay, limits, command line."""
 
 from __future__ import annotations
 
@@ -104,15 +104,15 @@ def test_an_engine_has_slots_for_the_evaluation_and_the_probe_beside_the_runners
 
 def test_a_blocked_event_loop_is_measured() -> None:
     async def run() -> float:
-        lag = EventLoopDelay()
-        task = asyncio.create_task(lag.run())
+        delay = EventLoopDelay()
+        task = asyncio.create_task(delay.run())
         await asyncio.sleep(0.06)
-        lag.take_worst_ms()
+        delay.take_worst_ms()
         time.sleep(0.3)
         await asyncio.sleep(0.1)
         task.cancel()
-        worst = lag.take_worst_ms()
-        assert lag.take_worst_ms() == 0
+        worst = delay.take_worst_ms()
+        assert delay.take_worst_ms() == 0
         return worst
 
     assert 200 < asyncio.run(run()) < 1000

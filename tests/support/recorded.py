@@ -21,7 +21,7 @@ from megatron_fr.config import RunConfig
 from megatron_fr.rollout.endpoints import Endpoints
 from megatron_fr.rollout.event_loop_delay import EventLoopDelay
 from megatron_fr.rollout.probe import ProbeSampler
-from megatron_fr.rollout.state import RolloutState
+from megatron_fr.rollout.state import RolloutState, restore_state, take_state
 from megatron_fr.rollout.training import TrainingRollouts
 from megatron_fr.trajectory import ModelLimits, Trajectory
 
@@ -81,19 +81,23 @@ class Rollouts:
         fleet: Any = NoEngines()
         made_up: Any = MadeUp(fleet, **episodes)
         failure: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.state = TrainingRollouts(config, PROMPTS, made_up, LIMITS, on_fatal=failure.set_result)
-        self.gate, self.queue, self.pool = self.state.gate, self.state.queue, self.state.pool
+        self.training = TrainingRollouts(config, PROMPTS, made_up, LIMITS, on_fatal=failure.set_result)
+        self.gate, self.queue, self.pool = self.training.gate, self.training.queue, self.training.pool
         if restored is not None:
-            self.state.restore(restored)
+            restore_state(self.training, restored)
         self.endpoints = Endpoints(
             fleet,
-            self.state,
+            self.training,
             ProbeSampler(None, PROMPTS, LIMITS, want_routes=False),
             evaluate=None,
             event_loop_delay=EventLoopDelay(),
             failure=failure,
             version=restored.counters.version if restored is not None else 0,
         )
+
+    def take_state(self, version: int) -> RolloutState:
+        """What a checkpoint would hold now."""
+        return take_state(self.training, version)
 
 
 class Server:

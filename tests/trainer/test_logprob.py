@@ -92,6 +92,7 @@ def _rank_answers() -> dict[tuple[str, str], list[torch.Tensor]]:
     return answers
 
 
+@pytest.mark.slow
 def test_two_vocabulary_shards_equal_plain_torch_also_where_one_is_all_padding() -> None:
     ranks = run_ranks(_rank_answers, 2)
     for name, mode in ranks[0]:
