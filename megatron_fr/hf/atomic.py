@@ -40,6 +40,7 @@ def atomic_folder(out: str | Path, *sources: str | Path, overwrite: bool = False
             try:
                 _restore(out, old)
                 _check_replaceable(out, overwrite)
+                shutil.rmtree(old, ignore_errors=True)
                 for path in work.iterdir():
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
                 yield work
