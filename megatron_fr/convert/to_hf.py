@@ -75,18 +75,17 @@ def compare(checkpoint: Path, hf_folder: Path, model: ModelSpec, *, written: str
     with open_weights(hf_folder, model) as files:
         for entry, stored in read_parameters(StoredTensors(checkpoint), model):
             found = entry.mapping.shard([files.tensor(name) for name in entry.hf], model, 0, 1)
-            if not _same_bits(
-                *((stored.to(found.dtype), found) if written == "hf" else (stored, found.to(stored.dtype)))
-            ):
+            to = found.dtype if written == "hf" else stored.dtype
+            if not _same_bits(stored, found, to):
                 whole = zip(entry.hf, entry.mapping.gather([stored], model), strict=True)
-                name = next((n for n, value in whole if not torch.equal(value, files.tensor(n))), entry.hf[0])
+                name = next((n for n, value in whole if not _same_bits(value, files.tensor(n), to)), entry.hf[0])
                 raise ModelError(f"{files.file(name)}: tensor {name!r} is not what {checkpoint} holds")
             count += 1
     return count
 
 
-def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return torch.equal(*(tensor.contiguous().view(torch.uint8) for tensor in (first, second)))
+def _same_bits(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> bool:
+    return torch.equal(*(tensor.to(dtype).contiguous().view(torch.uint8) for tensor in (first, second)))
 
 
 def _hf_files(checkpoint: Path, hf_dir: str | Path | None) -> Path:
