@@ -29,6 +29,7 @@ CASES: list[tuple[str, dict[str, int], dict[str, int]]] = [
     ("moe", {"ep": 2}, {"tp": 2, "etp": 2}),
     ("qwen2_tied", {"tp": 2}, {"pp": 2}),
     ("qwen3", {"pp": 2}, {"tp": 2}),
+    ("glm", {"tp": 2}, {"ep": 2}),
 ]
 
 
@@ -39,6 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "moe": make_untrained(root / "moe", vocab_size=515),
         "qwen2_tied": make_untrained(root / "qwen2_tied", family="qwen2", tie=True, vocab_size=515),
         "qwen3": make_untrained(root / "qwen3", family="qwen3", vocab_size=515),
+        "glm": make_untrained(root / "glm", family="glm4_moe", vocab_size=515),
     }
 
 
