@@ -133,8 +133,15 @@ def read(folder: Path, policy: Trained, extra: Mapping[str, Any]) -> None:
 
 
 def save_weights(chunks: Sequence[torch.nn.Module], folder: str | Path) -> None:
-    """Write the weights of a live model, without optimizer, to the existing, empty ``folder``. A collective."""
-    _write(Path(folder), dict(local_pieces(chunks, to_save=True)), None)
+    """Write the weights of a live model, without optimizer, to the existing, empty ``folder``. A collective.
+
+    Raises:
+        CheckpointError: a rank could not write; every rank raises it.
+    """
+    try:
+        _write(Path(folder), dict(local_pieces(chunks, to_save=True)), None)
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"{folder} could not be written ({_root_cause(error)}); free space") from error
 
 
 @torch.no_grad()
@@ -166,7 +173,7 @@ def _look_up(state: Mapping[str, Any], index: MetadataIndex) -> Any:
     return value.boxes[index.offset] if isinstance(value, Pieces) else value
 
 
-class _Reader(dcp.FileSystemReader):
+class CheckedReader(dcp.FileSystemReader):
     """Compares what it reads with the sums that torch stores and does not look at itself."""
 
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
@@ -211,7 +218,7 @@ def _read(folder: Path, state: dict[str, Any]) -> str | None:
     try:
         dcp.load(
             state,
-            storage_reader=_Reader(folder),
+            storage_reader=CheckedReader(folder),
             planner=_LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             no_dist=True,
         )

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron_fr.checkpoint.io import CheckedReader
 from megatron_fr.errors import ModelError
 from megatron_fr.hf.export import shard_shape
 from megatron_fr.models.spec import MappedParameter, ModelSpec
@@ -69,7 +70,7 @@ class StoredTensors:
             self.tensors = {key: entry for key, entry in found if isinstance(entry, TensorStorageMetadata)}
         except Exception as error:  # unpickling damaged bytes raises whatever it meets
             raise ModelError(f"{folder / METADATA_NAME} is damaged: {error}; use another checkpoint") from error
-        self._reader = FileSystemReader(folder)
+        self._reader = CheckedReader(folder)
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         for index, info in self._files.items():
             path = folder / info.relative_path
