@@ -14,10 +14,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile
 
 import numpy as np
 import torch
@@ -28,6 +26,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from megatron_fr.checkpoint.reader import CheckedReader
 from megatron_fr.checkpoint.state import Pieces, Trained, adam_step, local_pieces, set_adam_step
 from megatron_fr.errors import CheckpointError, ModelError
 from megatron_fr.runtime.collectives import from_rank_zero
@@ -171,17 +170,6 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 def _look_up(state: Mapping[str, Any], index: MetadataIndex) -> Any:
     value = state[index.fqn]
     return value.boxes[index.offset] if isinstance(value, Pieces) else value
-
-
-class CheckedReader(dcp.FileSystemReader):
-    """Compares what it reads with the sums that torch stores and does not look at itself."""
-
-    def _slice_file(self, file: Any, sinfo: Any) -> Any:
-        data = BytesIO(super()._slice_file(file, sinfo).read(-1))
-        if ZipFile(data).testzip() is not None:
-            raise CheckpointError(f"{sinfo.relative_path} has another content than was written")
-        data.seek(0)
-        return data
 
 
 class _Writer(dcp.FileSystemWriter):

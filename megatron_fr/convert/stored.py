@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_fr.checkpoint.io import CheckedReader
+from megatron_fr.checkpoint.reader import CheckedReader
 from megatron_fr.errors import ModelError
 from megatron_fr.hf.export import shard_shape
 from megatron_fr.models.spec import MappedParameter, ModelSpec
