@@ -6,7 +6,7 @@ from io import BytesIO
 from typing import Any
 from zipfile import ZipFile
 
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron_fr.errors import CheckpointError
 
