@@ -29,6 +29,7 @@ CASES: list[tuple[str, dict[str, int], dict[str, int]]] = [
     ("moe", {"ep": 2}, {"tp": 2, "etp": 2}),
     ("qwen2_tied", {"tp": 2}, {"pp": 2}),
     ("qwen3", {"pp": 2}, {"tp": 2}),
+    ("glm", {"tp": 2}, {"ep": 2}),
 ]
 
 
@@ -39,6 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "moe": make_untrained(root / "moe", vocab_size=515),
         "qwen2_tied": make_untrained(root / "qwen2_tied", family="qwen2", tie=True, vocab_size=515),
         "qwen3": make_untrained(root / "qwen3", family="qwen3", vocab_size=515),
+        "glm": make_untrained(root / "glm", family="glm4_moe", vocab_size=515),
     }
 
 
@@ -65,6 +67,7 @@ def alone(models: dict[str, Path], wide: Path, tmp_path_factory: pytest.TempPath
         "moe": {"hf_dir": models["moe"], "tp": 2, "ep": 4},
         "qwen2_tied": {"hf_dir": models["qwen2_tied"], "tp": 2},
         "qwen3": {"hf_dir": models["qwen3"], "pp": 2},
+        "glm": {"hf_dir": models["glm"], "ep": 2},
         "rounded": {"hf_dir": models["moe"], "dtype": "bfloat16"},
         "wide": {"hf_dir": wide},
     }
