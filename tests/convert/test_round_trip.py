@@ -67,6 +67,7 @@ def alone(models: dict[str, Path], wide: Path, tmp_path_factory: pytest.TempPath
         "moe": {"hf_dir": models["moe"], "tp": 2, "ep": 4},
         "qwen2_tied": {"hf_dir": models["qwen2_tied"], "tp": 2},
         "qwen3": {"hf_dir": models["qwen3"], "pp": 2},
+        "glm": {"hf_dir": models["glm"], "ep": 2},
         "rounded": {"hf_dir": models["moe"], "dtype": "bfloat16"},
         "wide": {"hf_dir": wide},
     }
