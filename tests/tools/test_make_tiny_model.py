@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron_fr.agents.arithmetic import questions
 from megatron_fr.rollout.prompts import load_prompts
 from megatron_fr.tiny import make_untrained
-from megatron_fr.tiny.build import MANIFEST, cached_folder, evaluate_policy, make_tiny_model
-from megatron_fr.tiny.sampling import LocalSampler
+from megatron_fr.tiny.build import MANIFEST, cached_folder, make_tiny_model
 from megatron_fr.tiny.traces import trace
 from megatron_fr.tiny.warmup import Recipe, encode_trace
+from tests.support.tiny_policy import LocalSampler, evaluate_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "make_tiny_model.py"
@@ -122,11 +122,10 @@ def run_tool_here(*arguments: str) -> str:
 @pytest.mark.slow
 def test_the_tool_writes_a_complete_folder_once(tmp_path: Path) -> None:
     out = tmp_path / "tiny"
-    arguments = [str(out), "--steps", "3", "--prompts", "20", "--eval-prompts", "8", "--evaluate", "4"]
+    arguments = [str(out), "--steps", "3", "--prompts", "20", "--eval-prompts", "8"]
     first = run_tool(*arguments)
     assert first.returncode == 0, first.stderr
     assert "warm-up 3/3: loss" in first.stdout
-    assert "held out: reward" in first.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"], "the work folder is gone"
     load(out)
     train, held_out = load_prompts(out / "train.jsonl"), load_prompts(out / "eval.jsonl")
@@ -145,7 +144,7 @@ def test_without_a_folder_the_model_is_kept_in_the_cache_under_its_recipes_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEGATRON_FR_CACHE", str(tmp_path))
-    sizes = ["--prompts", "20", "--eval-prompts", "8", "--evaluate", "0"]
+    sizes = ["--prompts", "20", "--eval-prompts", "8"]
     folders = {run_tool_here("--steps", steps, *sizes) for steps in ("1", "1", "2")}
     assert {Path(text.strip()) for text in folders} == set(tmp_path.iterdir())
     assert len(folders) == 2
@@ -153,7 +152,7 @@ def test_without_a_folder_the_model_is_kept_in_the_cache_under_its_recipes_name(
 
 def test_the_same_recipe_gives_the_same_policy(tmp_path: Path) -> None:
     recipe = Recipe(steps=3, batch=8)
-    folders = [make_tiny_model(tmp_path / name, recipe=recipe, num_train=5, num_eval=5, evaluate=0) for name in "ab"]
+    folders = [make_tiny_model(tmp_path / name, recipe=recipe, num_train=5, num_eval=5) for name in "ab"]
     for name in ("model.safetensors", "tokenizer.json", "train.jsonl", "eval.jsonl"):
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name
 

@@ -1,14 +1,22 @@
-"""Sampling with transformers alone, many conversations at a time: enough to look at a tiny model without an engine."""
+"""What a tiny policy does on its task: sampling with transformers alone, many conversations at a time."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from megatron_fr.agents.contract import Agent, Generation, Outcome, Prompt
+from megatron_fr.agents import arithmetic
+from megatron_fr.agents.contract import Agent, Generation, Outcome, Prompt, RewardInput
+from megatron_fr.agents.python_tool import PythonToolAgent
+from megatron_fr.config import AgentConfig
+from megatron_fr.rollout.prompts import load_prompts
+
+MAX_NEW_TOKENS = 96
 
 
 @dataclass
@@ -135,3 +143,56 @@ async def sample_all(
         return await agent.rollout(prompt, session), len(session.tokens)
 
     return await asyncio.gather(*(one(prompt) for prompt in prompts))
+
+
+def evaluate_policy(
+    model: Any, tokenizer: Any, prompts_file: Path, num_prompts: int, *, seed: int = 0
+) -> dict[str, float]:
+    """Sample one conversation of each of the first prompts at temperature 1, with the real tool and reward.
+
+    Returns:
+        ``reward``, ``tool_calls``, ``tool_errors``, mean and largest token count, and under ``share_*`` how the
+        conversations went: solved, guessed without the tool, stopped early, broken code, other.
+    """
+    return asyncio.run(_evaluate(model, tokenizer, prompts_file, num_prompts, seed))
+
+
+async def _evaluate(model: Any, tokenizer: Any, prompts_file: Path, num_prompts: int, seed: int) -> dict[str, float]:
+    prompts = load_prompts(prompts_file)[:num_prompts]
+    agent = PythonToolAgent(tokenizer, AgentConfig(max_turns=4))
+    await agent.start()
+    try:
+        async with LocalSampler(model, tokenizer.pad_token_id, seed=seed) as sampler:
+            results = await sample_all(agent, sampler, prompts, MAX_NEW_TOKENS)
+    finally:
+        await agent.stop()
+    ways: Counter[str] = Counter()
+    rewards = []
+    for prompt, (outcome, _) in zip(prompts, results, strict=True):
+        last = outcome.messages[-1]
+        final = str(last["content"]) if last["role"] == "assistant" else ""
+        counts = outcome.num_tool_calls, outcome.num_tool_errors
+        episode = RewardInput(prompt, outcome.messages, final, outcome.finish_reason, *counts)
+        parts = arithmetic.exact_answer(episode)
+        rewards.append(parts["reward"])
+        ways[_way(parts, *counts)] += 1
+    total = len(prompts)
+    lengths = [length for _, length in results]
+    return {
+        "reward": sum(rewards) / total,
+        "tool_calls": sum(outcome.num_tool_calls for outcome, _ in results) / total,
+        "tool_errors": sum(outcome.num_tool_errors for outcome, _ in results) / total,
+        "tokens_mean": sum(lengths) / total,
+        "tokens_max": max(lengths),
+        **{f"share_{way}": ways[way] / total for way in ("solved", "guessed", "stopped_early", "broken_code", "other")},
+    }
+
+
+def _way(parts: dict[str, float], calls: int, errors: int) -> str:
+    if parts["reward"]:
+        return "solved"
+    if not calls and parts["answered"]:
+        return "guessed"
+    if parts["stopped_early"]:
+        return "stopped_early"
+    return "broken_code" if errors else "other"
