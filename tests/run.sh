@@ -56,7 +56,7 @@ else
   tests+=(--durations=15)
   beside=()
   if (($# == 0)); then
-    for folder in agents algorithm checkpoint data hf observe parallel pitfalls plan tools trainer weight_sync; do
+    for folder in agents algorithm checkpoint convert data hf observe parallel pitfalls plan tools trainer weight_sync; do
       [[ ! -d tests/$folder ]] || beside+=("tests/$folder")
     done
     "$python" -m pytest "${tests[@]}" "${beside[@]}" >"$log" 2>&1 &

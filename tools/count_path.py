@@ -62,6 +62,7 @@ STEPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "hf/export.py",
             "weight_sync/publisher.py",
             "weight_sync/transport.py",
+            "weight_sync/engines.py",
             "weight_sync/broadcast.py",
             "weight_sync/buckets.py",
             "weight_sync/group.py",

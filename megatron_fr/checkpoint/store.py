@@ -33,9 +33,7 @@ RUN_FILE = "run.json"
 ROLLOUT_FILE = "rollout.state"
 #: Folder in a checkpoint with the model's configuration, tokenizer and chat template.
 HF_FILES = "hf"
-_NAME = re.compile(r"^update-(\d{6,})$")
-_WORK_NAME = re.compile(r"^update-\d{6,}\.tmp$")
-_DELETED_NAME = re.compile(r"^update-\d{6,}\.deleted$")
+_WORK, _DELETED = ".tmp", ".deleted"
 #: What the kernel says of a file that is not there or is something else; anything else says nothing of its content.
 _NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 #: What flock answers on file systems that are mounted without it.
@@ -97,7 +95,7 @@ def all_checkpoints(output: Path) -> list[Path]:
     Raises:
         CheckpointError: they cannot be listed, which does not mean that there are none.
     """
-    return sorted(_matching(output, _NAME), key=update_of, reverse=True)
+    return sorted(_matching(output, ""), key=update_of, reverse=True)
 
 
 def check_sizes(folder: Path) -> RunRecord:
@@ -142,7 +140,7 @@ def newest_usable(output: Path, say: Callable[[str], None] = print) -> Path | No
         CheckpointError: the folder cannot be listed, or it holds checkpoints and none is usable. To begin again at
             update 0 then is for a person to decide.
     """
-    for work in _matching(output, _WORK_NAME):
+    for work in _matching(output, _WORK):
         try:
             _name_if_complete(work, say)
         except (UnreadableCheckpointError, OSError) as error:
@@ -209,9 +207,9 @@ def remove_unfinished(output: Path, say: Callable[[str], None] = print) -> None:
     Raises:
         CheckpointError: the folder cannot be listed.
     """
-    for left in _matching(output, _WORK_NAME) + _matching(output, _DELETED_NAME):
+    for left in _matching(output, _WORK) + _matching(output, _DELETED):
         try:
-            if left.suffix == ".deleted" or not _name_if_complete(left, say):
+            if left.suffix == _DELETED or not _name_if_complete(left, say):
                 shutil.rmtree(left)
                 say(f"removed {left}, which an earlier run left behind")
         except (UnreadableCheckpointError, OSError) as error:
@@ -224,7 +222,7 @@ def work_folder(output: Path, update: int) -> Path:
     Raises:
         OSError: it cannot be made.
     """
-    work = folder_of(output, update).with_suffix(".tmp")
+    work = folder_of(output, update).with_suffix(_WORK)
     if work.exists():
         shutil.rmtree(work)
     work.mkdir(parents=True)
@@ -300,29 +298,22 @@ def retain(output: Path, written: Path, *, last: int, best: int) -> list[str]:
     Returns:
         one line for each that should go and cannot be deleted, or cannot be read.
     """
-    problems: list[str] = []
-    usable: list[Path] = [written]
+    records = {written: read_record(written)}
     doomed: list[Path] = []
-    scored: list[tuple[float, int, Path]] = []
+    problems: list[str] = []
     for folder in all_checkpoints(output):
-        if update_of(folder) > update_of(written):
-            continue
-        try:
-            record = check_sizes(folder)
-        except UnreadableCheckpointError as error:
-            problems.append(f"{folder} stays: {error}")
-            continue
-        except CheckpointError:
-            doomed.append(folder)
-            continue
-        if folder != written:
-            usable.append(folder)
-        if record.score is not None:
-            scored.append((record.score, record.update, folder))
-    kept = {written, *usable[:last], *(folder for _, _, folder in sorted(scored, reverse=True)[:best])}
-    for folder in (*doomed, *usable):
+        if update_of(folder) < update_of(written):
+            try:
+                records[folder] = check_sizes(folder)
+            except UnreadableCheckpointError as error:
+                problems.append(f"{folder} stays: {error}")
+            except CheckpointError:
+                doomed.append(folder)
+    scored = sorted(((r.score, r.update, f) for f, r in records.items() if r.score is not None), reverse=True)
+    kept = {*list(records)[:last], *(folder for _, _, folder in scored[:best])}
+    for folder in (*doomed, *records):
         if folder not in kept:
-            going = folder.with_suffix(".deleted")  # a crash half-way leaves no folder that looks complete
+            going = folder.with_suffix(_DELETED)  # a crash half-way leaves no folder that looks complete
             try:
                 os.rename(folder, going)
                 shutil.rmtree(going)
@@ -339,10 +330,10 @@ def unwritable(folder: Path, reason: str) -> CheckpointError:
     )
 
 
-def _matching(output: Path, name: re.Pattern[str]) -> list[Path]:
-    root = output / FOLDER
+def _matching(output: Path, suffix: str) -> list[Path]:
+    root, name = output / FOLDER, re.compile(rf"update-\d{{6,}}{re.escape(suffix)}")
     try:
-        return sorted(p for p in root.iterdir() if name.match(p.name) and p.is_dir()) if root.is_dir() else []
+        return sorted(p for p in root.iterdir() if name.fullmatch(p.name) and p.is_dir()) if root.is_dir() else []
     except OSError as error:
         raise CheckpointError(
             f"training checkpoints in {root} cannot be listed ({error.strerror}): mend the access to that folder, or "

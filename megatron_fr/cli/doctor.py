@@ -25,7 +25,7 @@ CONSTRAINTS = Path(__file__).resolve().parents[2] / "launch" / "constraints.txt"
 #: Packages that must be installed; for the other pins only versions are compared.
 REQUIRED = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "pydantic", "aiohttp", "httpx")
 
-_IMPORT_TIMEOUT_S = 180
+IMPORT_TIMEOUT_S = 180
 _MEMORY_GB, _DISK_GB = 8, 15
 
 _IMPORT_MEGATRON = """
@@ -92,7 +92,7 @@ def check_packages(constraints: Path = CONSTRAINTS) -> Finding:
 
 def check_megatron() -> Finding:
     """Import Megatron-Core's attention, which fails where a wheel misses its driver."""
-    return _python("megatron-core", _IMPORT_MEGATRON, "attention imports, version {}")
+    return try_import("megatron-core", _IMPORT_MEGATRON, "attention imports, version {}")
 
 
 def check_sglang_plugin() -> Finding:
@@ -102,13 +102,13 @@ def check_sglang_plugin() -> Finding:
             return Finding(
                 "sglang platform", "broken", f"no entry point {name!r}; install this project (launch/env.sh)"
             )
-    environment = {} if _gpus() else {"SGLANG_PLATFORM": PLATFORM_NAME, "CUDA_VISIBLE_DEVICES": ""}
-    return _python("sglang platform", _IMPORT_SGLANG, "plugin found, SGLang runs on {}", environment)
+    environment = {} if gpu_names() else {"SGLANG_PLATFORM": PLATFORM_NAME, "CUDA_VISIBLE_DEVICES": ""}
+    return try_import("sglang platform", _IMPORT_SGLANG, "plugin found, SGLang runs on {}", environment)
 
 
 def check_gpu() -> Finding:
     """Check that torch sees the GPUs that the driver sees."""
-    gpus = _gpus()
+    gpus = gpu_names()
     if gpus:
         if importlib.metadata.packages_distributions().get("transformer_engine") is None:
             return Finding("gpu", "warning", f"{_some(gpus)}; no Transformer Engine: run launch/env.sh --gpu")
@@ -177,20 +177,22 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 )  # fmt: skip
 
 
-def _python(name: str, code: str, good: str, environment: dict[str, str] | None = None) -> Finding:
+def try_import(
+    name: str, code: str, good: str, environment: dict[str, str] | None = None, timeout_s: float = IMPORT_TIMEOUT_S
+) -> Finding:
     """Run code in a new interpreter; its last output line fills ``good``."""
     env = {**os.environ, **(environment or {})}
     command = [sys.executable, "-c", code]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, env=env)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=env)
     except subprocess.TimeoutExpired:
-        return Finding(name, "broken", f"the import took more than {_IMPORT_TIMEOUT_S} s; is the disk that slow?")
+        return Finding(name, "broken", f"the import took more than {timeout_s} s; is the disk that slow?")
     if result.returncode:
         return Finding(name, "broken", _last_line(result.stderr) or f"the import died with code {result.returncode}")
     return Finding(name, "ok", good.format(_last_line(result.stdout)))
 
 
-def _gpus() -> list[str]:
+def gpu_names() -> list[str]:
     import torch
 
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

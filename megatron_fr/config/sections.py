@@ -27,6 +27,9 @@ class ModelConfig(Section):
     """The policy to train."""
 
     path: str = Field(description="Hugging Face folder or hub name of the model to train")
+    weights: Path | None = Field(
+        None, description="Megatron checkpoint to start from in place of path's weights; path stays the model's folder"
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
         "bfloat16", description="dtype of parameters and activations, also in the engines"
     )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.distributed as dist
 
-from megatron_fr.hf.tensor_file import TensorSpec
 from megatron_fr.models import local
 from megatron_fr.models.local import Placement
 from megatron_fr.models.mappings import WeightMapping
@@ -16,13 +17,27 @@ from megatron_fr.models.sizes import Sizes
 from megatron_fr.models.spec import MappedParameter, ModelSpec
 
 
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor's name, shape and dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the data."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
 def hf_tensor_specs(spec: ModelSpec, dtype: torch.dtype) -> list[TensorSpec]:
     """Every Hugging Face tensor of the model in the order of :func:`iter_hf_tensors`. No collective.
 
+    Tensors that engines load as one (q, k and v; gate and up) follow each other.
+
     Args:
         dtype: of the parameters.
-
-    Tensors that engines load as one (q, k and v; gate and up) follow each other.
     """
     return [
         TensorSpec(name, shape, entry.mapping.dtype or dtype)
@@ -50,7 +65,7 @@ def iter_hf_tensors(chunks: Sequence[torch.nn.Module], spec: ModelSpec) -> Itera
             shards = [
                 held[entry.param].data
                 if source == 0
-                else _receive(source, _shard_shape(entry.mapping, spec, len(sources)), example, entry.mapping.dtype)
+                else _receive(source, shard_shape(entry.mapping, spec, len(sources)), example, entry.mapping.dtype)
                 for source in sources
             ]
             yield from zip(entry.hf, entry.mapping.gather(shards, spec), strict=True)
@@ -89,6 +104,7 @@ def _receive(source: int, shape: tuple[int, ...], example: torch.Tensor, dtype: 
 
 
 @functools.lru_cache(maxsize=256)
-def _shard_shape(mapping: WeightMapping, sizes: Sizes, size: int) -> tuple[int, ...]:
+def shard_shape(mapping: WeightMapping, sizes: Sizes, size: int) -> tuple[int, ...]:
+    """Shape of one rank's shard at TP ``size``; at size 1 of the whole parameter."""
     wholes = [torch.empty(shape, device="meta") for shape in mapping.hf_shapes(sizes)]
     return tuple(mapping.shard(wholes, sizes, 0, size).shape)

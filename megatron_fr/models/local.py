@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ class Placement:
     expert_tp_size: int
 
 
-def unwrap(module: torch.nn.Module) -> torch.nn.Module:
+def unwrap(module: Any) -> Any:
     """The GPT model inside wrappers such as ``DistributedDataParallel``."""
     while isinstance(getattr(module, "module", None), torch.nn.Module):
         module = module.module
@@ -76,7 +77,7 @@ def parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     return found
 
 
-def _whole_name(name: str, layers: Sequence[torch.nn.Module], first_expert: int) -> str:
+def _whole_name(name: str, layers: Sequence[Any], first_expert: int) -> str:
     for fused, plain in _FUSED_NORMS:
         if name.endswith(fused):
             name = name.removesuffix(fused) + plain
@@ -85,7 +86,7 @@ def _whole_name(name: str, layers: Sequence[torch.nn.Module], first_expert: int)
     return _LOCAL_EXPERT.sub(lambda m: f".mlp.experts.local_experts.{int(m[1]) + first_expert}.", name)
 
 
-def _local_experts(models: Sequence[torch.nn.Module]) -> range:
+def _local_experts(models: Sequence[Any]) -> range:
     from megatron.core import parallel_state
 
     experts = models[0].config.num_moe_experts or 0

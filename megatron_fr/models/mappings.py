@@ -66,32 +66,9 @@ class WeightMapping:
         raise NotImplementedError
 
     @property
-    def axis(self) -> int | None:
-        """The axis along which TP ranks split the whole parameter; None where every rank holds the same."""
-        return 0
-
-    @property
-    def parts(self) -> int:
-        """How many pieces of the whole parameter, far apart along ``axis``, one rank's shard is made of."""
-        return 1
-
-    def piece(self, sources: Sequence[Sliceable], sizes: Sizes, rank: int, size: int, part: int) -> torch.Tensor:
-        """Piece ``part`` of the shard of ``rank``, reading only what it needs; see :meth:`piece_offset`."""
-        assert part == 0
-        return self.shard(sources, sizes, rank, size)
-
-    def piece_offset(self, length: int, rank: int, size: int, part: int) -> int:
-        """Where along ``axis`` of the whole parameter a piece of ``length`` begins.
-
-        The whole parameter is the one of TP size 1 (its vocabulary padded for ``size``): Megatron's checkpoints store
-        that, in whatever pieces the ranks held.
-        """
-        return (part * size + rank) * length
-
-    @property
     def replicated(self) -> bool:
         """Whether every TP rank holds the same, so that one shard is enough to gather."""
-        return self.axis is None
+        return False
 
 
 @dataclass(frozen=True)
@@ -110,8 +87,8 @@ class Copy(WeightMapping):
         return (shards[0],)
 
     @property
-    def axis(self) -> int | None:
-        return None
+    def replicated(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True)
@@ -156,10 +133,6 @@ class RowParallel(WeightMapping):
     def gather(self, shards: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...]:
         return (_join(shards, dim=1),)
 
-    @property
-    def axis(self) -> int | None:
-        return 1
-
 
 @dataclass(frozen=True)
 class GatedMLP(WeightMapping):
@@ -177,14 +150,6 @@ class GatedMLP(WeightMapping):
     def gather(self, shards: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...]:
         halves = [shard.chunk(2) for shard in shards]
         return _join([gate for gate, _ in halves]), _join([up for _, up in halves])
-
-    @property
-    def parts(self) -> int:
-        return 2
-
-    def piece(self, sources: Sequence[Sliceable], sizes: Sizes, rank: int, size: int, part: int) -> torch.Tensor:
-        rows = sizes.shape((self.width,))[0] // size
-        return sources[part][rank * rows : (rank + 1) * rows]
 
 
 @dataclass(frozen=True)

@@ -62,10 +62,10 @@ def tiny_config(
         return Qwen2Config(**common, architectures=["Qwen2ForCausalLM"])
     if family == "qwen3":
         return Qwen3Config(**common, architectures=["Qwen3ForCausalLM"], head_dim=32)
+    common["head_dim"] = 32  # transformers takes it as a free attribute
     return Qwen3MoeConfig(
         **common,
         architectures=["Qwen3MoeForCausalLM"],
-        head_dim=32,
         moe_intermediate_size=80,
         num_experts=num_experts,
         num_experts_per_tok=2,

@@ -103,6 +103,6 @@ def _corpus(seed: int, conversations: int = 200) -> list[str]:
     pieces: list[str] = []
     for _ in range(conversations):
         messages = trace(next(source), rng.choice(MODES), rng)
-        text = renderer.apply_chat_template(messages, tools=[PYTHON_TOOL_SCHEMA], tokenize=False)
+        text = str(renderer.apply_chat_template(messages, tools=[PYTHON_TOOL_SCHEMA], tokenize=False))
         pieces += [piece for piece in marks.split(text) if piece]
     return pieces

@@ -48,7 +48,8 @@ def _on_cpu(factory: Any) -> Any:
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = _CPU
         kwargs.pop("pin_memory", None)
-        return factory(*args, **kwargs)
+        made: torch.Tensor = factory(*args, **kwargs)
+        return made
 
     return make
 

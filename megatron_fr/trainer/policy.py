@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 
+from megatron_fr.checkpoint.io import load_weights
 from megatron_fr.config import RunConfig
 from megatron_fr.hf.export import iter_hf_tensors
 from megatron_fr.hf.folder import read_spec, resolve_folder
@@ -65,7 +66,10 @@ def build_policy(config: RunConfig, device: Device) -> Policy:
     spec = read_spec(config.model.path)
     source = resolve_folder(config.model.path)
     chunks = build_model(spec, config, device)
-    load_hf_weights(chunks, spec, source)
+    if config.model.weights is None:
+        load_hf_weights(chunks, spec, source)
+    else:
+        load_weights(chunks, config.model.weights)
 
     replay, route_shape = None, None
     if config.train.routing_replay != "off" and spec.moe:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -50,9 +51,14 @@ class EngineProbe:
         """Whether a probe waits for :meth:`finish`."""
         return self._pending is not None
 
-    def begin(self, engine: str, version: int) -> None:
-        """Ask ``engine``, which holds ``version``, for fresh tokens; :meth:`finish` has ended the last probe."""
+    def begin(self, engines: Sequence[str], turn: int, version: int) -> None:
+        """Ask one of ``engines`` for fresh tokens, another each ``turn``; :meth:`finish` has ended the last probe.
+
+        Args:
+            version: version that the engines hold.
+        """
         if self._config.sync.probe_tokens:
+            engine = engines[turn % len(engines)]
             self._pending = Pending(engine, version, self._ask_in_thread(engine) if dist.get_rank() == 0 else None)
 
     def finish(self) -> dict[str, float]:

@@ -139,7 +139,7 @@ class TrainStep:
         # An interleaved schedule goes through the batch once for each chunk.
         iterators = [iter(batches) for _ in self.chunks]
         try:
-            results = get_forward_backward_func()(
+            results: list[dict[str, Any]] = get_forward_backward_func()(
                 forward_step_func=partial(self._forward, loss=loss, actions_only=actions_only),
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=list(self.chunks),

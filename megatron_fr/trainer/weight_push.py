@@ -60,7 +60,7 @@ class WeightSync:
         report = self._publish(version, passes=2 if first and self._config.sync.verify else 1)
         metrics = {"sync/verify_s": report.verify_s, "sync/bytes": float(report.num_bytes)}
         metrics["sync/seconds"] = time.monotonic() - started
-        self._probe.begin(self._engines[self._pushes % len(self._engines)], version)
+        self._probe.begin(self._engines, self._pushes, version)
         self._pushes += 1
         return metrics | self.finish_probe() if first else metrics
 

@@ -16,7 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron_fr.errors import ModelError, SyncError
-from megatron_fr.hf.folder import INDEX_NAME, copy_other_files
+from megatron_fr.hf.folder import copy_other_files
+from megatron_fr.hf.weights import INDEX_NAME
 from megatron_fr.weight_sync.buckets import buckets
 from megatron_fr.weight_sync.transport import TransportContext
 

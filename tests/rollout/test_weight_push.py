@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,13 +42,15 @@ class Renaming(BroadcastTransport):
 
 
 @pytest.fixture(scope="module")
-def http_transport(tmp_path_factory: pytest.TempPathFactory) -> None:
+def http_transport(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The example of docs/extending.md, as a module on the path."""
     text = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
     folder = tmp_path_factory.mktemp("extending")
     example = text.split("```python\n# http_transport.py")[1].split("```")[0]
     (folder / "http_transport.py").write_text(f"#{example}")
-    sys.path.insert(0, str(folder))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield
 
 
 @pytest.fixture

@@ -311,7 +311,7 @@ def go_on(model: str, output: str) -> dict[str, Any]:
         refused(name, lambda: load(policy))
     refused("auto", lambda: find_resumed(config.output, "auto"))
     for folder in all_checkpoints(Path(output)):
-        (folder / "rollout.state").write_bytes(b"stale")
+        (folder / "rollout.state").write_bytes(b"cut")
     for name, given in (("none usable", "auto"), ("explicit", str(first)), ("never", "never")):
         refused(name, partial(find_resumed, config.output, given))
     return errors

@@ -61,6 +61,7 @@ def test_an_unsupported_model_names_the_field(family: str, changes: dict[str, An
         ("qwen3_moe", {"world_size": 3, "pp": 3}, r"parallel\.pp=3 .*layers \(2\)"),
         ("qwen3_moe", {"world_size": 3, "ep": 3}, r"parallel\.ep=3 .*experts \(8\)"),
         ("qwen3_moe", {"world_size": 3, "etp": 3}, r"parallel\.etp=3 .*width \(80\)"),
+        ("glm4_moe", {"world_size": 3, "pp": 3}, r"parallel\.pp=3 .*layers \(2\)"),
         ("qwen2", {"world_size": 2, "ep": 2}, r"parallel\.ep=2.*no experts"),
         (
             "qwen3_moe",
@@ -93,8 +94,20 @@ def test_the_router_is_plain_top_k_in_float32_without_auxiliary_loss() -> None:
     assert _build("qwen3_moe", {"norm_topk_prob": False}, {}).moe_router_pre_softmax
 
 
+def test_the_router_of_a_glm_keeps_its_bias_and_scales_its_sigmoid_scores() -> None:
+    config = _build("glm4_moe", {}, {})
+    assert (config.moe_router_score_function, config.moe_router_topk_scaling_factor) == ("sigmoid", 1.5)
+    assert config.moe_router_enable_expert_bias
+    assert config.moe_router_bias_update_rate == 0
+    assert config.moe_shared_expert_intermediate_size == 80
+    assert config.moe_layer_freq == [0, 1]
+    assert _build("qwen3_moe", {}, {}).moe_shared_expert_intermediate_size is None
+
+
 def test_a_load_balancing_loss_needs_experts() -> None:
     with pytest.raises(ConfigError, match=r"train\.moe_aux_loss_coeff=0\.01: the model has no experts"):
         _build("qwen2", {}, {}, aux_loss_coeff=0.01)
+    with pytest.raises(ConfigError, match=r"train\.moe_aux_loss_coeff=0\.01: .* correction bias; set it to 0"):
+        _build("glm4_moe", {}, {}, aux_loss_coeff=0.01)
     config = _build("qwen3_moe", {}, {}, aux_loss_coeff=0.01)
     assert (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff) == ("aux_loss", 0.01)

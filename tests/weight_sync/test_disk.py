@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_fr.errors import SyncError
-from megatron_fr.hf.folder import WeightFiles
+from megatron_fr.hf.weights import WeightFiles
 from megatron_fr.tiny import make_untrained
 from megatron_fr.weight_sync.publisher import WeightPublisher
 from tests.support.small_disk import SmallDisk

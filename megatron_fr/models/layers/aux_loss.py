@@ -73,7 +73,8 @@ def router_padding(chunk: Any, padding: torch.Tensor) -> torch.Tensor | None:
     if not chunk.config.moe_aux_loss_coeff:
         return None
     if chunk.config.sequence_parallel and not chunk.module.pre_process:
-        return scatter_to_sequence_parallel_region(padding.t().contiguous()).t().contiguous()
+        own: torch.Tensor = scatter_to_sequence_parallel_region(padding.t().contiguous()).t().contiguous()
+        return own
     return padding
 
 
