@@ -98,11 +98,6 @@ def read(folder: Path, policy: Trained, extra: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: the folder does not hold this model's state, or all of it.
     """
-    if missing := sorted({"adam_step", "schedule_step", "layout"} - extra.keys()):
-        raise CheckpointError(
-            f"checkpoint {folder} is of an earlier version of this software: its record has no {missing[0]!r}; "
-            "convert it with tools/convert_megatron_to_hf.py and start from that model with checkpoint.resume=never"
-        )
     saved, now = extra["layout"], _layout()
     rng = _rng_key(dist.get_rank() if saved == now else 0, saved["world_size"])
     state: dict[str, Any] = dict(local_pieces(policy.chunks, policy.step.optimizer, to_save=False))
