@@ -129,8 +129,8 @@ def test_ranks_convert_another_layout_loads_it_and_what_megatron_saves_there_con
             assert_equal_folders(models[name], out)
             assert "Megatron torch_dist" in inspect_folder(checkpoint)
             assert "complete" in inspect_folder(out)
-    for name, folder in models.items():
-        assert_equal_folders(folder, convert_megatron_to_hf(alone[name], tmp_path / f"hf-{name}", verify=True))
+    for name in models.keys() & alone.keys():
+        assert_equal_folders(models[name], convert_megatron_to_hf(alone[name], tmp_path / f"hf-{name}", verify=True))
 
 
 def test_transformers_loads_what_comes_back_in_several_files_with_tokenizer(
