@@ -81,6 +81,8 @@ class Trajectory:
         versions: int32 ``[N]``, the policy version that sampled the token, ``NO_VERSION`` elsewhere.
         routed_experts: uint8 or uint16 ``[N - 1, num_moe_layers, top_k]``, or None.
         reward: the scalar that the advantage is made of.
+        metadata: of the prompt, JSON; what is too large to travel along is left out.
+        info: what the agent returned beside the conversation, bounded alike.
         route_error: why ``routed_experts`` is None although routes were asked for.
     """
 
@@ -100,6 +102,8 @@ class Trajectory:
     finish_reason: FinishReason = "stop"
     timings: Timings = field(default_factory=Timings)
     route_error: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens)

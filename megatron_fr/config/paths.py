@@ -20,9 +20,8 @@ def check_inputs(config: RunConfig) -> None:
         ConfigError: see :func:`check_prompt_source`.
     """
     check_model_path(config.model.path)
-    for source in (config.data.train, config.data.eval):
-        if source is not None:
-            check_prompt_source(source)
+    for source in (config.data.train, *(held_out.data for held_out in config.evaluation_sets.values())):
+        check_prompt_source(source)
 
 
 def check_model_path(path: str | Path) -> None:

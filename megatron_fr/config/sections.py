@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
@@ -61,13 +62,35 @@ class ParallelConfig(Section):
         return self.world_size // (self.tp * self.pp * self.cp)
 
 
+_ADVANTAGES = ("batch_mean", "leave_one_out", "group", "positive_only", "none")
+_ADVANTAGE = f"the baseline subtracted from rewards: {', '.join(_ADVANTAGES)}, or module:function"
+_GROUP_SIZE = "rollouts per prompt; above 1 only with advantage=group or an advantage of your own"
+
+
+def _known_advantage(value: str) -> str:
+    if value not in _ADVANTAGES and ":" not in value:
+        raise ValueError(
+            f"algorithm.advantage={value!r} is unknown; choose one of {', '.join(_ADVANTAGES)}, or give module:function"
+        )
+    return value
+
+
+Advantage = Annotated[str, AfterValidator(_known_advantage)]
+
+
+def _check_groups(advantage: str, group_size: int) -> None:
+    if ":" not in advantage and (advantage == "group") != (group_size > 1):
+        raise ValueError(
+            f"algorithm.advantage={advantage!r} with algorithm.group_size={group_size}: groups need advantage=group or "
+            "an advantage of your own, and group_size of 2 or more; every other advantage needs group_size=1"
+        )
+
+
 class FlashReinforceConfig(Section):
     """FlashREINFORCE and its ablations; the defaults are the published method."""
 
     name: Literal["flash_reinforce"] = "flash_reinforce"
-    advantage: Literal["batch_mean", "leave_one_out", "group", "positive_only", "none"] = Field(
-        "batch_mean", description="the baseline subtracted from rewards"
-    )
+    advantage: Advantage = Field("batch_mean", description=_ADVANTAGE)
     reduction: Literal["sample_mean", "token_mean"] = Field(
         "sample_mean", description="average over tokens first, or flat"
     )
@@ -80,15 +103,11 @@ class FlashReinforceConfig(Section):
     failure_token_quantile: float = Field(
         1.0, gt=0, le=1, description="share of a failure's highest-entropy tokens that keep their loss; 1 keeps all"
     )
-    group_size: int = Field(1, ge=1, description="rollouts per prompt; above 1 only with advantage=group")
+    group_size: int = Field(1, ge=1, description=_GROUP_SIZE)
 
     @model_validator(mode="after")
     def _consistent(self) -> FlashReinforceConfig:
-        if (self.advantage == "group") != (self.group_size > 1):
-            raise ValueError(
-                f"algorithm.advantage={self.advantage!r} with algorithm.group_size={self.group_size}: "
-                "groups need advantage=group and group_size of 2 or more, every other advantage needs group_size=1"
-            )
+        _check_groups(self.advantage, self.group_size)
         return self
 
 
@@ -101,15 +120,32 @@ class GRPOConfig(Section):
     clip_high: float = Field(0.2, gt=0, description="PPO clip: ratio ceiling 1 + clip_high")
 
 
+class OwnLossConfig(Section):
+    """A loss of your own; chosen by naming it in ``algorithm.loss``."""
+
+    name: Literal["own_loss"] = "own_loss"
+    loss: str = Field(description="import path, module:function")
+    loss_args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the loss")
+    advantage: Advantage = Field("batch_mean", description=_ADVANTAGE)
+    group_size: int = Field(1, ge=1, description=_GROUP_SIZE)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> OwnLossConfig:
+        _check_groups(self.advantage, self.group_size)
+        return self
+
+
 def _named(value: Any) -> Any:
     """``algorithm: grpo`` is short for ``algorithm: {name: grpo}``; a section without a name is FlashREINFORCE."""
     if isinstance(value, str):
         return {"name": value}
-    return {"name": "flash_reinforce", **value} if isinstance(value, dict) else value
+    if not isinstance(value, dict):
+        return value
+    return {"name": "own_loss" if "loss" in value else "flash_reinforce", **value}
 
 
 AlgorithmConfig = Annotated[
-    Annotated[FlashReinforceConfig | GRPOConfig, Field(discriminator="name")], BeforeValidator(_named)
+    Annotated[FlashReinforceConfig | GRPOConfig | OwnLossConfig, Field(discriminator="name")], BeforeValidator(_named)
 ]
 
 
@@ -208,17 +244,35 @@ class AgentConfig(Section):
     """What happens between a prompt and a reward."""
 
     kind: str = Field("python_tool", description="registered agent name, or module:Class")
+    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of a class of your own")
     max_turns: int = Field(10, ge=1, description="assistant turns a trajectory")
     max_tokens_per_turn: int | None = Field(None, ge=1, description="None: only the trajectory's limits bound a turn")
     system_prompt: str | None = Field(None, description="None: as the data gives it")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="variables of the chat template, for example {enable_thinking: false}"
+    )
     tool: ToolLimits = Field(default_factory=ToolLimits)
+
+    @model_validator(mode="after")
+    def _free_names(self) -> AgentConfig:
+        taken = {"conversation", "tools", "add_generation_prompt", "tokenize"} & self.chat_template_kwargs.keys()
+        if taken:
+            raise ValueError(
+                f"agent.chat_template_kwargs sets {', '.join(sorted(taken))}, which the agent itself sets; remove it"
+            )
+        return self
 
 
 class RewardConfig(Section):
     """The verifier."""
 
-    function: str = Field(description="import path, module:function")
-    timeout_s: float = Field(10.0, gt=0, description="of one call, in its own process")
+    function: str | None = Field(
+        None, description="import path, module:function; None: the agent returns the reward itself"
+    )
+    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
+    timeout_s: float = Field(
+        10.0, gt=0, description="of one call: in its own process, or in the event loop for an async function"
+    )
     max_consecutive_errors: int = Field(8, ge=1, description="that many raising calls in a row end the run")
 
 
@@ -232,12 +286,36 @@ class DataConfig(Section):
     shuffle: bool = Field(True, description="shuffle each epoch with the run's seed")
 
 
+class EvaluationSet(Section):
+    """One named set of held-out prompts; what is None is as in ``evaluation``."""
+
+    data: str = Field(description="held-out prompts, formats as in data.train")
+    split: str = Field("test", description="split of a hub dataset")
+    num_prompts: int | None = Field(None, ge=1, description="the first so many")
+    samples: int | None = Field(None, ge=1, description="k of avg@k")
+    temperature: float | None = Field(None, ge=0, description="of sampling; 0 is greedy")
+
+
 class EvaluationConfig(Section):
     """Held-out evaluation, at the start, every so many updates, and at the end."""
 
     every: int = Field(0, ge=0, description="updates between evaluations; 0: only start and end")
-    num_prompts: int = Field(128, ge=1, description="the first so many of data.eval")
-    samples: int = Field(1, ge=1, description="k of avg@k")
+    num_prompts: int = Field(128, ge=1, description="of each set, the first so many")
+    samples: int = Field(1, ge=1, description="k of avg@k and pass@k")
+    temperature: float | None = Field(
+        None, ge=0, description="of sampling in evaluations; 0 is greedy, None is rollout.temperature"
+    )
+    pass_threshold: float = Field(0.5, description="a trajectory passes with a reward above this")
+    sets: dict[str, EvaluationSet] = Field(
+        default_factory=dict, description="named sets in place of data.eval; the first one's reward ranks checkpoints"
+    )
+
+    @model_validator(mode="after")
+    def _names(self) -> EvaluationConfig:
+        for name in self.sets:
+            if re.fullmatch(r"[\w.-]+", name) is None:
+                raise ValueError(f"evaluation.sets: {name!r} is no name; use letters, digits, '_', '-' and '.'")
+        return self
 
 
 class SyncConfig(Section):
@@ -263,7 +341,7 @@ class CheckpointConfig(Section):
     )
     keep_last: int = Field(2, ge=1, description="training checkpoints that are kept, the newest undamaged ones")
     keep_best: int = Field(
-        0, ge=0, description="further ones that are kept: of those evaluated at their own update, the best eval/reward"
+        0, ge=0, description="further ones that are kept: the best held-out rewards, of those evaluated at their update"
     )
     resume: Literal["auto", "never"] = Field(
         "auto",

@@ -92,6 +92,7 @@ class EngineClient:
         ignore_eos: bool = False,
         fresh: bool = False,
         reuse_prefix: bool = True,
+        temperature: float | None = None,
     ) -> Completion:
         """Sample after ``input_ids``.
 
@@ -103,6 +104,7 @@ class EngineClient:
             fresh: nothing is read from the prefix cache, and the engine's version labels are taken as they are.
             reuse_prefix: off, nothing is read from the prefix cache, but labels are corrected as ever: for a request
                 that goes on after it was aborted.
+            temperature: in place of the run's own, for evaluations.
 
         Raises:
             EngineError: the engine cannot be reached, refused the request, or answered something unusable.
@@ -112,7 +114,7 @@ class EngineClient:
             "input_ids": list(input_ids),
             "sampling_params": {
                 **_FULL_SUPPORT,
-                "temperature": self._temperature,
+                "temperature": self._temperature if temperature is None else temperature,
                 "max_new_tokens": max_new_tokens,
                 "stop_token_ids": list(stop_token_ids),
                 "ignore_eos": ignore_eos,

@@ -155,6 +155,9 @@ class Endpoints:
                 "num_action_tokens": t.num_action_tokens,
                 "reward": t.reward,
                 "lag": lag,
+                "metadata": t.metadata,
+                "info": t.info,
+                "reward_parts": t.reward_parts,
             }
             for t, lag in zip(batch.trajectories, batch.lags, strict=True)
         ]
@@ -234,7 +237,10 @@ class Endpoints:
     def _encode_prompt(self, prompt: Prompt) -> list[int]:
         messages = [dict(m) for m in prompt.messages]
         if getattr(self._parts.tokenizer, "chat_template", None):
-            text = self._parts.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            options = self._parts.config.agent.chat_template_kwargs
+            text = self._parts.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **options
+            )
         else:
             text = "\n".join(str(m.get("content")) for m in messages)
         return list(self._parts.tokenizer(text, add_special_tokens=False)["input_ids"])

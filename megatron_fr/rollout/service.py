@@ -92,7 +92,7 @@ class RolloutService:
         specs = setup.engine_specs(config, device, limits)
         restored = read_state(self._restore) if self._restore is not None else None
 
-        rewards = RewardRunner(config.reward)
+        rewards = RewardRunner(config.reward, Path(config.output) / "logs" / "reward.log")
         self._exit.push_async_callback(rewards.stop)
         await rewards.start()
         agent = make_agent(config.agent, tokenizer)

@@ -9,7 +9,7 @@ goes another way: see :mod:`megatron_fr.models.layers.aux_loss`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -180,8 +180,8 @@ class TrainStep:
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         logprobs, entropy = output
         try:
-            loss, stats = self.objective.loss(batch, logprobs, entropy, constants)
-        except FloatingPointError as error:
+            loss, stats, own = self.objective.loss(batch, logprobs, entropy, constants)
+        except (FloatingPointError, UpdateError) as error:
             # The other ranks are in the middle of their schedules: finish with them, then fail together.
             return logprobs.sum() * 0, {"fault": str(error)}
         entropy_sum = torch.where(batch.action_mask, entropy, 0).double().sum()
@@ -189,6 +189,7 @@ class TrainStep:
             "loss": loss.detach().double(),
             "entropy_sum": entropy_sum,
             "stats": stats,
+            "own": own,
             "logprobs": logprobs.detach(),
         }
         return loss * scale, report
@@ -248,12 +249,25 @@ class TrainStep:
             metrics["policy/route_agreement"] = agreeing / counted
         for name, total in zip(REPLAY_DIFFERENCES, differences, strict=False):
             metrics[name] = total / max(constants.action_tokens, 1)
+        if self.objective.own:
+            metrics |= _own_statistics([result["own"] for result in results] if counts else [])
         return metrics
 
     def _gradients_finite(self) -> bool:
         buffers = [b for chunk in self.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         # A sum keeps any NaN or infinity, and needs no mask of the buffer's size.
         return all(bool(buffer.grad_data.sum().isfinite()) for buffer in buffers)
+
+
+def _own_statistics(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
+    """``loss/...``: the sums over all micro-batches and ranks of what the user's own loss returned."""
+    mine = [{name: float(value) for name, value in part.items()} for part in parts]
+    gathered: list[list[dict[str, float]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, mine)
+    totals: dict[str, float] = {}
+    for name, value in (item for found in gathered for part in found for item in part.items()):
+        totals[f"loss/{name}"] = totals.get(f"loss/{name}", 0.0) + value
+    return totals
 
 
 def _first_fault(faults: list[str]) -> str:
