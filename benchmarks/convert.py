@@ -43,9 +43,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_fr.config import RunConfig
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
 
 def generate(folder: Path, file_bytes: int, layers: int, experts: int, vocabulary: int) -> tuple[int, int]:
     """Write the model, return the bytes of its weights and those of one layer."""

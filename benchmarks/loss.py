@@ -1,6 +1,6 @@
 """Head and log-probability, forward and backward: ours against plain torch, in time and in peak memory.
 
-    python benchmarks/loss.py [--quick]
+    python -m benchmarks.loss [--quick]
 
 All variants start from the same hidden states ``[tokens, hidden]`` and output weight ``[vocabulary, hidden]`` and end
 with both gradients; the product of the head is part of each:
@@ -21,16 +21,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measure import interleave
 from megatron_fr.trainer.logprob import LogprobMode, LogprobSettings, head_logprobs

@@ -1,6 +1,6 @@
 """The main job, end to end: real engine, real agents and tools, real trainer, on a tiny untrained policy.
 
-    python benchmarks/main_job.py [--quick]
+    python -m benchmarks.main_job [--quick]
 
 Runs ``megatron-fr train`` on ``configs/tiny_python_tool.yaml`` with small numbers and reads its ``metrics.jsonl``. The
 first update is left out: it waits for the first rollouts and warms everything up. The last line is one JSON object:
@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
 if TYPE_CHECKING:
     from megatron_fr.agents.contract import RewardInput

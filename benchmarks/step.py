@@ -1,6 +1,6 @@
 """A whole FlashREINFORCE update against a plain next-token-loss step of the same Megatron model, the floor.
 
-    python benchmarks/step.py [--quick]
+    python -m benchmarks.step [--quick]
 
 One process, the trainer's own parts: batch feed, routing replay, forward and backward through Megatron's schedule, the
 sequence gate, gradient clipping and Adam. The floor runs the same model, micro-batches and optimizer with Megatron's
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measure import interleave
 from megatron_fr.config import RunConfig

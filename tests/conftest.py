@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_disk import SmallDisk
 
 from megatron_fr.runtime.device import prepare_process, resolve_device
+from tests.support.small_disk import SmallDisk
 
 prepare_process(resolve_device("auto"))  # some tests import Megatron-Core themselves
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from parallel_launch import run_ranks
 
-TESTS = Path(__file__).parent
+from tests.support.parallel_launch import run_ranks
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def describe() -> dict[str, Any]:
@@ -38,10 +39,10 @@ def test_a_rank_begins_with_the_trainer_imported_by_a_process_without_threads() 
 
 def test_a_rank_ends_with_tests_that_are_killed(tmp_path: Path) -> None:
     code = (
-        "from pathlib import Path; from parallel_launch import run_ranks; import test_parallel_launch; "
-        f"run_ranks(test_parallel_launch.stay, 1, folder=Path({str(tmp_path)!r}))"
+        "from pathlib import Path; from tests import test_parallel_launch as module; "
+        f"module.run_ranks(module.stay, 1, folder=Path({str(tmp_path)!r}))"
     )
-    owner = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"})
+    owner = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)})
     try:
         while not (tmp_path / "pid").exists():
             assert owner.poll() is None

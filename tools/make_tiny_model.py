@@ -8,8 +8,6 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)

@@ -8,7 +8,6 @@ import random
 from typing import Any
 
 import pytest
-from scripted import ScriptedSession
 
 from megatron_fr.agents.arithmetic import questions
 from megatron_fr.agents.contract import Outcome, Prompt
@@ -19,6 +18,7 @@ from megatron_fr.config import AgentConfig, ToolLimits
 from megatron_fr.errors import ConfigError
 from megatron_fr.tiny.traces import MODES, Mode, trace
 from megatron_fr.tiny.warmup import encode_trace
+from tests.support.scripted import ScriptedSession
 
 QUESTION = Prompt("q", ({"role": "user", "content": "Compute 37 * 48, then subtract 159 from the result."},))
 

@@ -14,7 +14,7 @@ from megatron_fr.agents.rewards import FatalRewardError, RewardRunner
 from megatron_fr.config import RewardConfig
 from megatron_fr.errors import RewardError
 
-BY_TEXT = "reward_functions:by_text"
+BY_TEXT = "tests.support.reward_functions:by_text"
 
 
 def episode(text: str) -> RewardInput:
@@ -36,7 +36,7 @@ def scored[T](function: str, work: Callable[[RewardRunner], Awaitable[T]], **con
 
 
 def test_the_function_gets_the_whole_input_and_its_parts_come_back() -> None:
-    reward, parts = scored("reward_functions:echo", lambda runner: runner.score(episode("0.5")))
+    reward, parts = scored("tests.support.reward_functions:echo", lambda runner: runner.score(episode("0.5")))
     assert reward == 0.5
     assert parts == {"calls": 3.0, "errors": 1.0, "answer": 42.0}
 
@@ -60,7 +60,7 @@ def test_a_failing_call_is_an_error_with_its_reason_and_the_runner_goes_on(text:
         with pytest.raises(RewardError, match=reason) as caught:
             await runner.score(episode(text))
         assert not getattr(caught.value, "fatal", False)
-        assert "reward.function='reward_functions:by_text' on prompt 'p7'" in str(caught.value)
+        assert "reward.function='tests.support.reward_functions:by_text' on prompt 'p7'" in str(caught.value)
         assert (await runner.score(episode("x")))[0] == 1.0
 
     scored(BY_TEXT, work)
@@ -127,10 +127,10 @@ def test_a_killed_reward_process_is_started_again_with_the_function_imported() -
     ("function", "reason"),
     [
         ("no_such_module:f", "ModuleNotFoundError: No module named 'no_such_module'"),
-        ("reward_functions:nope", "has no attribute 'nope'"),
-        ("reward_functions:NOT_CALLABLE", "not callable"),
+        ("tests.support.reward_functions:nope", "has no attribute 'nope'"),
+        ("tests.support.reward_functions:NOT_CALLABLE", "not callable"),
         ("reward_functions", "is no import path"),
-        ("reward_functions:", "is no import path"),
+        ("tests.support.reward_functions:", "is no import path"),
     ],
 )
 def test_a_function_that_cannot_be_imported_is_refused_at_the_start(function: str, reason: str) -> None:

@@ -1,11 +1,11 @@
 """GRPO's clipped loss against plain Python."""
 
-import algorithm_reference as reference
 import pytest
 import torch
 
 from megatron_fr.algorithm.grpo import grpo_loss
 from megatron_fr.algorithm.stats import combine
+from tests.support import algorithm_reference as reference
 
 
 def run(pi, mu, advantages, mask, **options):

@@ -3,12 +3,12 @@
 import itertools
 import math
 
-import algorithm_reference as reference
 import pytest
 import torch
 
 from megatron_fr.algorithm.loss import flash_reinforce_loss
 from megatron_fr.algorithm.stats import combine, combine_context, policy_metrics
+from tests.support import algorithm_reference as reference
 
 DELTA = 8e-3
 NAN, INF = float("nan"), float("inf")

@@ -3,11 +3,11 @@
 import itertools
 import math
 
-import algorithm_reference as reference
 import pytest
 import torch
 
 from megatron_fr.algorithm.trust_region import bernoulli_kl, sequence_mean
+from tests.support import algorithm_reference as reference
 
 EXTREMES = [0.0, -1e-12, -1e-7, -1e-6, -1e-3, -0.5, -5.0, -20.0, -90.0, -800.0, -1e30, 1e-5]
 

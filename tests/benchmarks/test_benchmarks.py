@@ -29,10 +29,11 @@ KEYS = {
 @pytest.mark.parametrize("name", KEYS)
 def test_the_quick_benchmark_ends_with_its_figures(name: str) -> None:
     done = subprocess.run(
-        tied_to_us([sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--quick"]),
+        tied_to_us([sys.executable, "-m", f"benchmarks.{name}", "--quick"]),
         capture_output=True,
         text=True,
         timeout=400,
+        cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

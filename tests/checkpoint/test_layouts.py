@@ -14,12 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-sys.path.insert(0, str(Path(__file__).parent))
-from layout_ranks import Job, failing_writes, go_on, pass_on, pass_on_and_save_run, save_on_small_disk, whole_tensors
-from parallel_launch import run_ranks
-from silly_rename import silly_rename
-from small_disk import SmallDisk
-
 from megatron_fr.checkpoint.store import (
     all_checkpoints,
     problem,
@@ -29,6 +23,18 @@ from megatron_fr.checkpoint.store import (
 )
 from megatron_fr.errors import CheckpointError
 from megatron_fr.tiny import make_untrained
+from tests.support.layout_ranks import (
+    Job,
+    failing_writes,
+    go_on,
+    pass_on,
+    pass_on_and_save_run,
+    save_on_small_disk,
+    whole_tensors,
+)
+from tests.support.parallel_launch import run_ranks
+from tests.support.silly_rename import silly_rename
+from tests.support.small_disk import SmallDisk
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,16 +18,14 @@ import psutil
 import pytest
 import yaml
 
-sys.path.insert(0, str(Path(__file__).parent))
-from parallel_launch import end_process, fork_process
-from recorded import PROMPTS, VOCAB, Server
-
 from megatron_fr.checkpoint.store import ROLLOUT_FILE, all_checkpoints, newest_usable
 from megatron_fr.config import RunConfig, load_config
 from megatron_fr.observe.metrics import read_metrics
 from megatron_fr.rollout.prompts import PromptCursor
 from megatron_fr.rollout.state import read_state
 from megatron_fr.tiny import make_untrained
+from tests.support.parallel_launch import end_process, fork_process
+from tests.support.recorded import PROMPTS, VOCAB, Server
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from recorded import PROMPTS, Rollouts, seeded_delay
-
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import CheckpointError
 from megatron_fr.rollout.prompts import PromptCursor
 from megatron_fr.rollout.state import RolloutState, decode_state, encode_state, read_state
+from tests.support.recorded import PROMPTS, Rollouts, seeded_delay
 
 
 def config(group_size: int = 1, **changes: Any) -> RunConfig:

@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_launch import initialize_layout, run_ranks
 from safetensors.torch import load_file
-from small_disk import SmallDisk
 
 from megatron_fr.errors import ConfigError, ModelError
 from megatron_fr.hf.archive import PayloadFinder, frame
@@ -26,6 +24,8 @@ from megatron_fr.hf.to_hf import compare, convert_megatron_to_hf
 from megatron_fr.hf.to_megatron import convert_hf_to_megatron
 from megatron_fr.models.registry import entries
 from megatron_fr.tiny import make_untrained
+from tests.support.parallel_launch import initialize_layout, run_ranks
+from tests.support.small_disk import SmallDisk
 
 #: (model, layout that the converter stores for, layout that loads it and saves it again)
 CASES: list[tuple[str, dict[str, int], dict[str, int]]] = [

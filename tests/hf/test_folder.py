@@ -12,7 +12,6 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
-from parallel_launch import run_ranks
 from safetensors.torch import load_file, save_file
 
 from megatron_fr.config import RunConfig
@@ -24,6 +23,7 @@ from megatron_fr.hf.save import save_hf_folder
 from megatron_fr.hf.to_hf import convert_megatron_to_hf
 from megatron_fr.hf.to_megatron import convert_hf_to_megatron
 from megatron_fr.tiny import make_untrained
+from tests.support.parallel_launch import run_ranks
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from runs import arguments, finish, recipe
+
+from tests.support.train_command import arguments, finish, recipe
 
 
 def error_of(command: list[str], log: Path) -> str:

@@ -8,15 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import alive, arguments, finish, interrupt, running, tree, wait_for
 
-REWARD = "reward.function=varied_reward:by_length"
+from tests.support.train_command import alive, arguments, finish, interrupt, running, tree, wait_for
+
+REWARD = "reward.function=tests.support.varied_reward:by_length"
 ONE = ("rollout.engines=1",)  # where a second one would add nothing
-
-
-@pytest.fixture(autouse=True)
-def _rewards_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
 
 def rows(output: Path) -> list[dict[str, Any]]:
@@ -24,9 +20,7 @@ def rows(output: Path) -> list[dict[str, Any]]:
 
 
 def command(policy: Path, output: Path, *overrides: str) -> list[str]:
-    """With this folder importable in the reward's process, as a user's own module would be."""
-    head = ["/usr/bin/env", f"PYTHONPATH={Path(__file__).parent}:{Path(__file__).resolve().parents[2]}"]
-    return head + arguments(policy, output, REWARD, *overrides)
+    return arguments(policy, output, REWARD, *overrides)
 
 
 @pytest.mark.slow
@@ -117,10 +111,10 @@ def test_an_engine_killed_mid_run_ends_it_with_the_reason_and_keeps_the_weights(
 
 @pytest.mark.slow
 def test_a_reward_function_that_raises_ends_the_run_with_its_name_and_its_error(policy: Path, tmp_path: Path) -> None:
-    overrides = ("reward.function=varied_reward:broken", "train.num_updates=3", *ONE)
+    overrides = ("reward.function=tests.support.varied_reward:broken", "train.num_updates=3", *ONE)
     broken = command(policy, tmp_path / "run", *overrides)
     status, text = finish(broken, tmp_path / "log")
     assert status == 1
-    assert "reward.function='varied_reward:broken'" in text
+    assert "reward.function='tests.support.varied_reward:broken'" in text
     assert "KeyError" in text
     assert "Traceback" not in text

@@ -6,12 +6,13 @@ from functools import cache
 from typing import Any
 
 import pytest
-from parallel_launch import run_ranks
-from update_case import Case, make_case
-from update_layouts import BALANCED, LAYOUTS, Layout
-from update_ranks import Answers, Job, joined_update, run_updates
-from update_reference import Update
-from update_scenario import SCENARIOS
+
+from tests.support.parallel_launch import run_ranks
+from tests.support.update_case import Case, make_case
+from tests.support.update_layouts import BALANCED, LAYOUTS, Layout
+from tests.support.update_ranks import Answers, Job, joined_update, run_updates
+from tests.support.update_reference import Update
+from tests.support.update_scenario import SCENARIOS
 
 PLAIN_UPDATES: dict[int, list[Layout]] = {
     1: [(name, {}, {"micro_batch_size": len(scenario.shapes)}) for name, scenario in SCENARIOS.items()]

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
-from update_case import Case
-from update_layouts import BALANCE_COEFFICIENT, BALANCED
-from update_ranks import Answers
-from update_reference import Reference, Update
+
+from tests.support.update_case import Case
+from tests.support.update_layouts import BALANCE_COEFFICIENT, BALANCED
+from tests.support.update_ranks import Answers
+from tests.support.update_reference import Reference, Update
 
 #: Of the difference of two float32 gradients from float64, relative to the largest entry of either part.
 TOLERANCE = 1e-5

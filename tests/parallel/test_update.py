@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from update_case import Case
-from update_layouts import CHECK, LAYOUTS, missing_pairs
-from update_ranks import Answers, joined_update
-from update_reference import Update
-from update_scenario import OPTIMIZER
+
+from tests.support.update_case import Case
+from tests.support.update_layouts import CHECK, LAYOUTS, missing_pairs
+from tests.support.update_ranks import Answers, joined_update
+from tests.support.update_reference import Update
+from tests.support.update_scenario import OPTIMIZER
 
 # The same against the reference in float64 and against one float32 process: that one's own rounding is as large as a
 # layout's, which forms the same sums in another order. Each is two to three times the largest error seen.

@@ -9,16 +9,11 @@ import asyncio
 import itertools
 import random
 import selectors
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
-from samples import trajectory
 
 from megatron_fr.agents.contract import Prompt
 from megatron_fr.rollout.metrics import batch_metrics
@@ -26,6 +21,7 @@ from megatron_fr.rollout.queue import TrajectoryQueue
 from megatron_fr.rollout.runner import RunnerPool
 from megatron_fr.rollout.staleness import StalenessGate
 from megatron_fr.trajectory import NO_VERSION, ModelLimits, Trajectory
+from tests.support.samples import trajectory
 
 LIMITS = ModelLimits(vocab_size=100, max_context=16)
 BATCH = 8

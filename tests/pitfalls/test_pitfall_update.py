@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parallel_launch import run_ranks
-from pitfall_ranks import make_batch, observe_faults, observe_updates
 from transformers import AutoModelForCausalLM
 
 from megatron_fr.tiny import make_untrained
 from megatron_fr.trajectory import Trajectory, encode
+from tests.support.parallel_launch import run_ranks
+from tests.support.pitfall_ranks import make_batch, observe_faults, observe_updates
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from parallel_launch import initialize_layout, run_ranks
 from pydantic import ValidationError
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
@@ -30,6 +29,7 @@ from megatron_fr.trainer.data.batch import BatchLayout, RouteShape, build_micro_
 from megatron_fr.trainer.logprob import LogprobSettings, head_logprobs
 from megatron_fr.trainer.model import build_transformer_config
 from megatron_fr.trajectory import NO_VERSION, Trajectory
+from tests.support.parallel_launch import initialize_layout, run_ranks
 
 DENSE: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 28}
 SMALL = DENSE | {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}
@@ -332,7 +332,7 @@ def test_layouts_keep_what_else_the_configuration_says_and_are_those_that_the_tr
         except (ValidationError, ConfigError):
             continue
         accepted.append(parallel)
-    assert {p.data for p in accepted} == {1, 2}
+    assert {p.dp for p in accepted} == {1, 2}
     assert legal_layouts(model, config, 8) == accepted
 
 

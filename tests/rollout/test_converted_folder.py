@@ -13,13 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-sys.path.insert(0, str(Path(__file__).parent))
-from test_session import connect, finish
-
 from megatron_fr.engines.engine import Engine, EngineSpec
 from megatron_fr.rollout.session import EngineSession
 from megatron_fr.tiny import make_untrained
 from megatron_fr.trajectory import ModelLimits, Trajectory
+from tests.rollout.test_session import connect, finish
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 VOCAB = 515  # odd: TP 2 pads it

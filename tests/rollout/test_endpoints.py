@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,14 +12,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-sys.path.insert(0, str(Path(__file__).parent))
-from test_misbehaving_engine import LIMITS, answer, engine
-from test_runner import Bench
-
 from megatron_fr.agents.contract import Prompt
 from megatron_fr.errors import RolloutEnded
 from megatron_fr.rollout.endpoints import Endpoints, Parts
 from megatron_fr.trajectory import decode
+from tests.rollout.test_misbehaving_engine import LIMITS, answer, engine
+from tests.rollout.test_runner import Bench
 
 
 @asynccontextmanager

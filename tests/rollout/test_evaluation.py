@@ -1,15 +1,10 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from samples import trajectory
 
 from megatron_fr.agents.contract import Prompt
 from megatron_fr.agents.rewards import FatalRewardError
@@ -17,6 +12,7 @@ from megatron_fr.errors import EngineError, RolloutEnded
 from megatron_fr.rollout.evaluate import evaluate, summarise
 from megatron_fr.rollout.metrics import batch_metrics
 from megatron_fr.trajectory import Timings, Trajectory
+from tests.support.samples import trajectory
 
 PROMPTS = [Prompt(name, ()) for name in ("easy", "hard", "broken")]
 

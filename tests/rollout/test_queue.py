@@ -1,18 +1,14 @@
 from __future__ import annotations
 
 import logging
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from samples import trajectory
-
 from megatron_fr.errors import RolloutEnded, TrajectoryError
 from megatron_fr.rollout.queue import Batch, TrajectoryQueue
 from megatron_fr.trajectory import ModelLimits
+from tests.support.samples import trajectory
 
 LIMITS = ModelLimits(vocab_size=100, max_context=8, num_moe_layers=2, top_k=2, num_experts=4)
 

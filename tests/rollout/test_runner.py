@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from samples import trajectory
 
 from megatron_fr.agents.contract import Prompt
 from megatron_fr.agents.rewards import FatalRewardError
@@ -23,6 +18,7 @@ from megatron_fr.rollout.queue import TrajectoryQueue
 from megatron_fr.rollout.runner import RunnerPool
 from megatron_fr.rollout.staleness import StalenessGate
 from megatron_fr.trajectory import ModelLimits, Trajectory
+from tests.support.samples import trajectory
 
 LIMITS = ModelLimits(vocab_size=100, max_context=8)
 Play = Callable[[str, str], Awaitable[None]]  # trajectory id, prompt id

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,15 +14,13 @@ import numpy as np
 import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from hf_reference import forward, next_logprobs
-
 from megatron_fr.agents.contract import Outcome
 from megatron_fr.engines.client import Completion, EngineClient
 from megatron_fr.engines.engine import Engine
 from megatron_fr.errors import EngineError
 from megatron_fr.rollout.session import EngineSession
 from megatron_fr.trajectory import ModelLimits, Trajectory
+from tests.support.hf_reference import forward, next_logprobs
 
 pytestmark = pytest.mark.slow
 

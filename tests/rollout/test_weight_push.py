@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -13,10 +12,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).parent))
-from hf_reference import forward, next_logprobs
-from test_session import PROMPT, check, connect, finish, load_weights, post
 
 from megatron_fr.config.sections import SyncConfig
 from megatron_fr.engines.engine import Engine
@@ -28,6 +23,8 @@ from megatron_fr.trajectory import ModelLimits, Trajectory
 from megatron_fr.weight_sync.buckets import Bucket
 from megatron_fr.weight_sync.engine_layout import engine_layout
 from megatron_fr.weight_sync.publisher import SyncReport, WeightPublisher
+from tests.rollout.test_session import PROMPT, check, connect, finish, load_weights, post
+from tests.support.hf_reference import forward, next_logprobs
 
 pytestmark = pytest.mark.slow
 

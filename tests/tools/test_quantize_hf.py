@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_disk import SmallDisk
 
 from megatron_fr.errors import ModelError
 from megatron_fr.hf import quantize
@@ -24,6 +23,7 @@ from megatron_fr.rollout.state import Counters, RolloutState, encode_state
 from megatron_fr.runtime.device import prepare_process, resolve_device
 from megatron_fr.tiny import make_untrained
 from megatron_fr.trajectory import Trajectory
+from tests.support.small_disk import SmallDisk
 
 ROOT = Path(__file__).resolve().parents[2]
 

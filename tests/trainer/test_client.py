@@ -1,19 +1,15 @@
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
-from samples import trajectory
-
 from megatron_fr.errors import RequestFailed, RolloutEnded
 from megatron_fr.trainer.data import client as client_module
 from megatron_fr.trainer.data.client import RolloutClient
 from megatron_fr.trajectory import encode
+from tests.support.samples import trajectory
 
 
 def test_the_payloads_of_a_large_batch_come_in_order_over_request_lines_that_a_server_takes(

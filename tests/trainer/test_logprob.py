@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_launch import run_ranks
 
 from benchmarks.measure import measure
 from megatron_fr.trainer.logprob import LogprobMode, LogprobSettings, head_logprobs
+from tests.support.parallel_launch import run_ranks
 
 MODES: tuple[LogprobMode, ...] = ("keep", "recompute")
 #: name: dtype, vocabulary, temperature, tolerance relative to the largest value.

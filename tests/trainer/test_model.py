@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from model_ranks import check_bfloat16, check_models, mean_next_token_error
-from parallel_launch import run_ranks
+
+from tests.support.model_ranks import check_bfloat16, check_models, mean_next_token_error
+from tests.support.parallel_launch import run_ranks
 
 Answers = list[list[dict[str, Any]]]
 DENSE = ("qwen3", "qwen3_tied", "qwen2", "qwen2_tied")

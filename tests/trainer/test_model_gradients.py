@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from model_ranks import check_gradients
-from parallel_launch import run_ranks
+
+from tests.support.model_ranks import check_gradients
+from tests.support.parallel_launch import run_ranks
 
 PLAIN = {"distributed_optimizer": False}
 RECOMPUTE = {"recompute": "full"}

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from parallel_launch import run_ranks
+from tests.support.parallel_launch import run_ranks
 
 
 def wait_for_the_service(folder: Path) -> list[str | None]:

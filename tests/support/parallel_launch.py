@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import multiprocessing
 import os
 import pickle
@@ -29,17 +28,19 @@ from typing import Any
 
 from megatron_fr.runtime.ports import lease_free_port
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
+
+PRELOAD = "tests.support.rank_preload"
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["rank_preload"])
+_FORKS.set_forkserver_preload([PRELOAD])
 
 
 def fork_process(main: Callable[..., None], log: Path, environ: dict[str, str], *args: Any) -> BaseProcess:
     """Start ``main(*args)`` in a session of its own, forked from the process that imported the trainer.
 
     Args:
-        main: a module-level function of a file on ``pythonpath``.
+        main: a module-level function that can be imported from the checkout.
         log: where its output goes.
         environ: added to the environment that ``rank_preload`` found.
     """
@@ -54,7 +55,7 @@ def fork_process(main: Callable[..., None], log: Path, environ: dict[str, str], 
 def _start_server() -> None:
     """Python 3.12 gives the server no ``sys.path``, and it passes over what it cannot import."""
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [before])])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [before])])
     try:
         forkserver.ensure_running()
     finally:
@@ -73,7 +74,7 @@ def _begin(main: Callable[..., None], log: str, environ: dict[str, str], args: S
     for stream in (1, 2):
         os.dup2(output, stream)
     os.close(output)
-    assert "rank_preload" in sys.modules
+    assert PRELOAD in sys.modules
     main(*args)
 
 
@@ -98,9 +99,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *, timeout_s: float
     # A port that was only free when it was looked for can be another test's by the time that the ranks bind it.
     with tempfile.TemporaryDirectory() as name, lease_free_port("127.0.0.1") as lease:
         folder = Path(name)
-        (folder / "call").write_bytes(
-            pickle.dumps((sys.modules[function.__module__].__file__, function.__qualname__, pickle.dumps(kwargs)))
-        )
+        (folder / "call").write_bytes(pickle.dumps((function, kwargs)))
         ranks: list[BaseProcess] = []
         try:
             for rank in range(world_size):
@@ -158,18 +157,10 @@ def _logs(folder: Path, ranks: Any) -> str:
 
 
 def _answer(folder: Path) -> None:
-    path, qualname, kwargs = pickle.loads((folder / "call").read_bytes())
-    sys.path.insert(0, str(Path(path).parent))
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    function, kwargs = pickle.loads((folder / "call").read_bytes())
     import torch
 
     torch.set_num_threads(1)
-    # Only now: the arguments may be of classes that the test's own modules define.
-    answer = getattr(module, qualname)(**pickle.loads(kwargs))
+    answer = function(**kwargs)
     rank = os.environ["RANK"]
     torch.save(answer, folder / f"answer{rank}")

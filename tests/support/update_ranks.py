@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from update_reference import Decision, Update
-from update_scenario import OPTIMIZER, SCENARIOS, TEMPERATURE
 
 from megatron_fr.config import RunConfig
 from megatron_fr.trainer.data.client import Lease, LeasedItem
 from megatron_fr.trajectory import Trajectory, decode
+from tests.support.update_reference import Decision, Update
+from tests.support.update_scenario import OPTIMIZER, SCENARIOS, TEMPERATURE
 
 
 @dataclass

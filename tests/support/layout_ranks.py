@@ -6,7 +6,6 @@ import json
 import random
 import resource
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,11 +17,9 @@ from unittest import mock
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "trainer"))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from model_ranks import run_config
-from silly_rename import silly_rename
-from small_disk import SmallDisk
+from tests.support.model_ranks import run_config
+from tests.support.silly_rename import silly_rename
+from tests.support.small_disk import SmallDisk
 
 Job = tuple[str, dict[str, Any], str, str | None, str]  # model, layout, dtype, folder to load, folder to save
 
