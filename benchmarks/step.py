@@ -2,7 +2,7 @@
 
     python -m benchmarks.step [--quick]
 
-One process, the trainer's own parts: batch feed, routing replay, forward and backward through Megatron's schedule, the
+One process with the trainer's batch loader, routing replay, forward and backward through Megatron's schedule, the
 sequence gate, gradient clipping and Adam. The floor runs the same model, micro-batches and optimizer with Megatron's
 own cross entropy and nothing else: no batch building, routes, gate, entropy or metrics. Two models (``tiny`` is the
 embedded run's) and two kinds of trajectories: ``multi_turn`` with half of the tokens observations, ``single_turn`` with
@@ -149,7 +149,7 @@ def run_case(
     import torch
     from megatron.core import parallel_state
 
-    from megatron_fr.trainer.data.loader import BatchFeed
+    from megatron_fr.trainer.data.loader import BatchLoader
     from megatron_fr.trainer.distributed import initialize
     from megatron_fr.trainer.policy import build_policy
 
@@ -167,13 +167,13 @@ def run_case(
             policy = build_policy(config, device)
             for kind in kinds:
                 client: Any = ListedBatch(make_trajectories(hf_config, kind))
-                feed = BatchFeed.of(config, policy, client, device.torch_device)
+                loader = BatchLoader.of(config, policy, client, device.torch_device)
 
-                def ours(policy: Any = policy, feed: Any = feed) -> None:
-                    batch = feed.next(0, lambda: False)
+                def ours(policy: Any = policy, loader: Any = loader) -> None:
+                    batch = loader.lease(0)
                     assert policy.step.update(batch.micro_batches, batch.constants).stepped
 
-                batch = feed.next(0, lambda: False)
+                batch = loader.lease(0)
                 floor = partial(floor_step, policy, batch.micro_batches)
                 samples = interleave({"floor": floor, "ours": ours}, repetitions, budget_s)
                 action_tokens = sum(int(b.action_mask.sum()) for b in batch.micro_batches)

@@ -15,7 +15,7 @@ from megatron_fr.checkpoint import store as checkpoints
 from megatron_fr.checkpoint.manifest import SumCheck, announce, check_sizes, shares
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import CheckpointError
-from megatron_fr.trainer.data.loader import from_rank_zero
+from megatron_fr.runtime.collectives import from_rank_zero
 
 #: Seconds between two collectives; the first ones come faster.
 _POLL_S = 2.0

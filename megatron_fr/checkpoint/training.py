@@ -27,7 +27,7 @@ from megatron_fr.hf.folder import copy_other_files
 from megatron_fr.hf.to_megatron import HF_FILES
 from megatron_fr.models.dims import Dims
 from megatron_fr.models.registry import is_tied
-from megatron_fr.trainer.data.loader import from_rank_zero
+from megatron_fr.runtime.collectives import from_rank_zero
 from megatron_fr.trainer.policy import Policy
 
 

@@ -11,14 +11,11 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_fr.config import load_config
 from megatron_fr.errors import MegatronFRError
 from megatron_fr.runtime.device import prepare_process, resolve_device
-
-if TYPE_CHECKING:
-    from megatron_fr.trainer.loop import StopRequest
+from megatron_fr.trainer.stop import StopRequest
 
 
 def main() -> int:
@@ -41,8 +38,8 @@ def main() -> int:
         prepare_process(device)
         # Only now: these import Megatron-Core, which the device has to be prepared for.
         from megatron_fr.checkpoint.check import folder_to_resume
+        from megatron_fr.trainer.assemble import train
         from megatron_fr.trainer.distributed import initialize, shutdown
-        from megatron_fr.trainer.loop import StopRequest, TrainerLoop
 
         stop = StopRequest()
         info = initialize(config.parallel, device, config.seed, timeout_s=config.sync.timeout_s)
@@ -51,11 +48,9 @@ def main() -> int:
             shutdown()
             return 0
         resume = folder_to_resume(config, arguments.resume, checked=arguments.resume_checked)
-        loop = TrainerLoop(config, device, info, service_url, stop, resume)
-        checkpoint = loop.run()
-        loop.close()
+        folder = train(config, device, info, service_url, stop, resume)
         if info.rank == 0:
-            print(f"checkpoint: {checkpoint}", flush=True)
+            print(f"checkpoint: {folder}", flush=True)
         shutdown()
     except MegatronFRError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -71,7 +66,7 @@ def find_service(given: str, stop: StopRequest) -> str | None:
 
     A collective, and the same on every rank: one that left alone would be waited for by the others.
     """
-    from megatron_fr.trainer.data.loader import from_rank_zero
+    from megatron_fr.runtime.collectives import from_rank_zero  # imports torch
 
     def look() -> tuple[bool, str | None]:
         if stop:

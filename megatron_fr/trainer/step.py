@@ -106,9 +106,10 @@ class TrainStep:
         metrics["train/lr"] = float(self.optimizer.param_groups[0]["lr"])
         return StepReport(metrics, forward_backward_s, time.monotonic() - started, bool(stepped))
 
-    def skip(self) -> None:
+    def skip(self) -> StepReport:
         """Consume a batch without signal: the schedule goes on, weights and moments stay."""
         self.schedule.step(1)
+        return StepReport({}, 0.0, 0.0, stepped=False)
 
     @torch.no_grad()
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:

@@ -12,9 +12,10 @@ from megatron.core import parallel_state
 
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import RequestFailed, SyncError
+from megatron_fr.runtime.collectives import from_rank_zero
 from megatron_fr.runtime.device import Device
 from megatron_fr.trainer.data.client import RolloutClient
-from megatron_fr.trainer.data.loader import BatchFeed, from_rank_zero
+from megatron_fr.trainer.data.loader import BatchLoader
 from megatron_fr.trainer.policy import Policy
 from megatron_fr.trajectory import Trajectory
 from megatron_fr.weight_sync.engine_layout import engine_layout
@@ -41,11 +42,11 @@ class WeightSync:
     """
 
     def __init__(
-        self, config: RunConfig, device: Device, policy: Policy, feed: BatchFeed, client: RolloutClient, host: str
+        self, config: RunConfig, device: Device, policy: Policy, loader: BatchLoader, client: RolloutClient, host: str
     ) -> None:
         self._config = config
         self._policy = policy
-        self._feed = feed
+        self._loader = loader
         self._client = client
         self._engines: list[str] = from_rank_zero(lambda: list(client.status()["engines"]))
         self._probes = 0
@@ -89,7 +90,7 @@ class WeightSync:
         engine = self._engines[self._probes % len(self._engines)]
         self._probes += 1
         trajectory = from_rank_zero(lambda: self._probe_trajectory(engine, version))
-        batch = self._feed.probe_batch(trajectory)
+        batch = self._loader.probe_batch(trajectory)
         logprobs = self._policy.step.logprobs(batch)
         total = torch.zeros(2, dtype=torch.float64, device=batch[0].tokens.device)
         if logprobs and parallel_state.get_tensor_model_parallel_rank() == 0:

@@ -114,13 +114,13 @@ def _update(job: Job, device: Any) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     from megatron_fr.hf.export import iter_hf_tensors
-    from megatron_fr.trainer.data.loader import BatchFeed
+    from megatron_fr.trainer.data.loader import BatchLoader
     from megatron_fr.trainer.policy import build_policy
 
     policy = build_policy(config, device)
     client: Any = ListedBatch(decode((job.folder / "batch.npz").read_bytes()))
-    feed = BatchFeed.of(config, policy, client, device.torch_device)
-    batch = feed.next(0, lambda: False)
+    loader = BatchLoader.of(config, policy, client, device.torch_device)
+    batch = loader.lease(0)
     assert batch.signal
 
     step = policy.step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_fr.trainer.data.context import zigzag_positions
+from megatron_fr.models.layers.zigzag import zigzag_positions
 from megatron_fr.trainer.data.packing import assign_to_ranks, pack_micro_batches, plan_micro_batches
 from megatron_fr.trainer.routing_replay import padding_routes
 

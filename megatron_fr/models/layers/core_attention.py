@@ -15,7 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_fr.trainer.data.context import zigzag_positions
+from megatron_fr.models.layers.zigzag import zigzag_positions
 
 
 class CoreAttention(torch.nn.Module):

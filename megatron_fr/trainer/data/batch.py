@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_fr.trainer.data.context import zigzag_positions
+from megatron_fr.models.layers.zigzag import zigzag_positions
 from megatron_fr.trainer.routing_replay import MicroBatchRoutes, padding_routes
 from megatron_fr.trajectory import Trajectory
 

@@ -14,11 +14,13 @@ from megatron.core import parallel_state
 from megatron_fr.algorithm import RewardBatch
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import MegatronFRError, RolloutEnded
+from megatron_fr.runtime.collectives import from_rank_zero, from_source
 from megatron_fr.trainer.data.batch import BatchLayout, MicroBatch, RouteShape, build_micro_batch
 from megatron_fr.trainer.data.client import Lease, LeasedItem, RolloutClient
 from megatron_fr.trainer.data.packing import assign_to_ranks, plan_micro_batches
 from megatron_fr.trainer.objective import BatchConstants, Objective
 from megatron_fr.trainer.policy import Policy
+from megatron_fr.trainer.stop import Shutdown
 from megatron_fr.trajectory import Trajectory
 
 
@@ -34,11 +36,7 @@ class Batch:
     wait_s: float
 
 
-class Shutdown(Exception):
-    """Rank 0 was asked to stop; raised on every rank at the same place."""
-
-
-class BatchFeed:
+class BatchLoader:
     """One per rank.
 
     Args:
@@ -48,6 +46,7 @@ class BatchFeed:
         micro_batch_multiple: what their number must be a multiple of.
         route_shape: of the routes to replay, None without replay.
         layout: how this rank sees a micro-batch.
+        should_stop: asked on rank 0 while a batch is waited for.
     """
 
     def __init__(
@@ -61,8 +60,10 @@ class BatchFeed:
         route_shape: RouteShape | None,
         layout: BatchLayout,
         device: torch.device,
+        should_stop: Callable[[], bool],
     ) -> None:
         self._client = client
+        self._should_stop = should_stop
         self._objective = objective
         self._plan: dict[str, Any] = {
             "micro_batch_size": micro_batch_size,
@@ -72,8 +73,15 @@ class BatchFeed:
         self._build: dict[str, Any] = {"route_shape": route_shape, "layout": layout, "device": device}
 
     @classmethod
-    def of(cls, config: RunConfig, policy: Policy, client: RolloutClient, device: torch.device) -> BatchFeed:
-        """The feed of one policy, as the run's configuration says."""
+    def of(
+        cls,
+        config: RunConfig,
+        policy: Policy,
+        client: RolloutClient,
+        device: torch.device,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> BatchLoader:
+        """The loader of one policy, as the run's configuration says."""
         return cls(
             client,
             policy.objective,
@@ -83,14 +91,22 @@ class BatchFeed:
             route_shape=policy.route_shape,
             layout=policy.layout,
             device=device,
+            should_stop=should_stop,
         )
 
-    def next(self, version: int, should_stop: Callable[[], bool]) -> Batch:
+    def start(self, version: int) -> None:
+        """Tell the service that the engines hold ``version``, so that rollouts begin.
+
+        Raises:
+            RolloutEnded: the service was restored from another version.
+        """
+        from_rank_zero(lambda: self._client.start(version))
+
+    def lease(self, version: int) -> Batch:
         """Wait for the next batch and build this rank's part of it.
 
         Args:
-            version: of the weights that the batch will update.
-            should_stop: asked on rank 0 while waiting.
+            version: version of the weights that the batch will update.
 
         Raises:
             Shutdown: rank 0 was asked to stop.
@@ -101,7 +117,7 @@ class BatchFeed:
         lease: Lease | None = None
         while lease is None:
             # In short attempts: a batch may take longer to generate than a collective of the other ranks may wait.
-            stop, lease = from_rank_zero(lambda: self._attempt(version, should_stop))
+            stop, lease = from_rank_zero(lambda: self._attempt(version))
             if stop:
                 raise Shutdown
         wait_s = time.monotonic() - started
@@ -126,6 +142,14 @@ class BatchFeed:
             wait_s=wait_s,
         )
 
+    def commit(self, batch: Batch, *, version: int, stepped: bool) -> None:
+        """Tell the service that the batch is used up and that the engines hold ``version``.
+
+        Raises:
+            RolloutEnded: the service cannot go on.
+        """
+        from_rank_zero(lambda: self._client.commit(batch.lease.batch_id, version=version, stepped=stepped))
+
     def probe_batch(self, trajectory: Trajectory) -> list[MicroBatch]:
         """A single trajectory as the micro-batches of a forward without training, the same on every DP rank.
 
@@ -134,9 +158,9 @@ class BatchFeed:
         empty = [build_micro_batch([], [], **self._build) for _ in range(self._plan["multiple_of"] - 1)]
         return [build_micro_batch([trajectory], [0.0], **self._build), *empty]
 
-    def _attempt(self, version: int, should_stop: Callable[[], bool]) -> tuple[bool, Lease | None]:
+    def _attempt(self, version: int) -> tuple[bool, Lease | None]:
         """Whether to stop, and the lease if there was a full batch within a second."""
-        return (True, None) if should_stop() else (False, self._client.lease(version, wait_s=1.0))
+        return (True, None) if self._should_stop() else (False, self._client.lease(version, wait_s=1.0))
 
     def _fetch(self, ids: list[str]) -> list[Trajectory]:
         """The first rank of each model-parallel group asks the service, the others get its copy.
@@ -149,7 +173,7 @@ class BatchFeed:
         trajectories: list[Trajectory] = []
         failure: str | None = None
         try:
-            trajectories = _from_source(lambda: self._client.fetch(ids), source, group)
+            trajectories = from_source(lambda: self._client.fetch(ids), source, group)
         except MegatronFRError as error:
             failure = str(error)
         reasons: list[str | None] = [None] * dist.get_world_size()
@@ -169,27 +193,3 @@ def _reward_batch(items: Sequence[LeasedItem]) -> RewardBatch:
         info=[i.info for i in items],
         reward_parts=[i.reward_parts for i in items],
     )
-
-
-def from_rank_zero[T](make: Callable[[], T]) -> T:
-    """Call ``make`` on global rank 0 and return its result on every rank.
-
-    Raises:
-        MegatronFRError: ``make`` raised one; every rank raises it, so that none is left waiting in a collective.
-    """
-    return _from_source(make, 0, None)
-
-
-def _from_source[T](make: Callable[[], T], source: int, group: dist.ProcessGroup | None) -> T:
-    box: list[Any] = [None, None]
-    if dist.get_rank() == source:
-        try:
-            box[0] = make()
-        except MegatronFRError as error:
-            box[1] = (type(error), str(error))
-    if dist.get_world_size(group) > 1:
-        dist.broadcast_object_list(box, src=source, group=group)
-    if box[1] is not None:
-        kind, message = box[1]
-        raise kind(message)
-    return box[0]

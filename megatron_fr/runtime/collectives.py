@@ -1,0 +1,39 @@
+"""Calls that one rank makes and whose result, or error, every rank gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_fr.errors import MegatronFRError
+
+
+def from_rank_zero[T](make: Callable[[], T]) -> T:
+    """Call ``make`` on global rank 0 and return its result on every rank.
+
+    Raises:
+        MegatronFRError: ``make`` raised one; every rank raises it, so that none is left waiting in a collective.
+    """
+    return from_source(make, 0, None)
+
+
+def from_source[T](make: Callable[[], T], source: int, group: dist.ProcessGroup | None) -> T:
+    """Call ``make`` on global rank ``source`` and return its result on every rank of ``group`` (None: the world).
+
+    Raises:
+        MegatronFRError: ``make`` raised one; every rank of the group raises it.
+    """
+    box: list[Any] = [None, None]
+    if dist.get_rank() == source:
+        try:
+            box[0] = make()
+        except MegatronFRError as error:
+            box[1] = (type(error), str(error))
+    if dist.get_world_size(group) > 1:
+        dist.broadcast_object_list(box, src=source, group=group)
+    if box[1] is not None:
+        kind, message = box[1]
+        raise kind(message)
+    return box[0]
