@@ -46,8 +46,8 @@ RENAMED = {
 class RunConfig(Section):
     """Everything one run needs; see the sections for their fields."""
 
-    seed: int = Field(0, ge=0, description="of prompts, sampling and initialisation")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="the one switch between CPU and GPU code")
+    seed: int = Field(0, ge=0, description="seed of prompt order, sampling and initialisation")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs if there are any")
     output: Path = Field(Path("runs/default"), description="folder of metrics, logs, checkpoints and the picture")
     model: ModelConfig
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)

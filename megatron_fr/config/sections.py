@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 
 class Section(BaseModel):
-    """Strict and immutable: an unknown field is an error, and nothing changes after loading."""
+    """Strict and immutable section of the configuration: unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
@@ -17,25 +17,29 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The policy to train."""
 
-    path: str = Field(description="Hugging Face folder, or a hub name")
-    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="parameter and activation dtype")
+    path: str = Field(description="Hugging Face folder or hub name of the model to train")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "bfloat16", description="dtype of parameters and activations, also in the engines"
+    )
     transformer_impl: Literal["auto", "te", "local"] = Field(
-        "auto", description="Transformer Engine on GPUs, Megatron's local layers on CPUs"
+        "auto", description="layers: Transformer Engine's (te), Megatron's own (local); auto is te on GPUs"
     )
 
 
 class ParallelConfig(Section):
-    """How the trainer's ranks are laid out; data parallelism takes what remains of the world."""
+    """Layout of the trainer's ranks; data parallelism takes what remains of the world."""
 
-    world_size: int = Field(1, ge=1, description="trainer ranks")
-    tp: int = Field(1, ge=1, description="TP size")
-    ep: int = Field(1, ge=1, description="EP size")
-    etp: int = Field(1, ge=1, description="TP size inside an expert")
-    pp: int = Field(1, ge=1, description="PP size")
-    vpp: int = Field(1, ge=1, description="model chunks a pipeline rank; above 1 the schedule interleaves")
-    cp: int = Field(1, ge=1, description="CP size")
-    sequence_parallel: bool | None = Field(None, description="None: on when TP > 1 and the model has experts")
-    distributed_optimizer: bool = Field(True, description="shard optimizer state over DP ranks")
+    world_size: int = Field(1, ge=1, description="number of trainer ranks (processes, one per GPU)")
+    tp: int = Field(1, ge=1, description="tensor-parallel size of attention and dense layers; 1 turns it off")
+    ep: int = Field(1, ge=1, description="expert-parallel size; 1 keeps all experts on every rank")
+    etp: int = Field(1, ge=1, description="tensor-parallel size inside each expert; 1 keeps experts whole")
+    pp: int = Field(1, ge=1, description="number of pipeline stages; 1 turns the pipeline off")
+    vpp: int = Field(1, ge=1, description="model chunks on each pipeline rank; above 1 the schedule interleaves them")
+    cp: int = Field(1, ge=1, description="context-parallel size: ranks that share the tokens of one sequence")
+    sequence_parallel: bool | None = Field(
+        None, description="shard activations between TP layers; null: on for experts with TP"
+    )
+    distributed_optimizer: bool = Field(True, description="shard optimizer state over data-parallel ranks")
 
     @model_validator(mode="after")
     def _fits(self) -> ParallelConfig:
@@ -63,8 +67,8 @@ class ParallelConfig(Section):
 
 
 _ADVANTAGES = ("batch_mean", "leave_one_out", "group", "positive_only", "none")
-_ADVANTAGE = f"the baseline subtracted from rewards: {', '.join(_ADVANTAGES)}, or module:function"
-_GROUP_SIZE = "rollouts per prompt; above 1 only with advantage=group or an advantage of your own"
+_ADVANTAGE = f"advantage of a trajectory: {', '.join(_ADVANTAGES)}, or module:function"
+_GROUP_SIZE = "rollouts of each prompt; above 1 only with advantage=group or an advantage of your own"
 
 
 def _known_advantage(value: str) -> str:
@@ -92,16 +96,21 @@ class FlashReinforceConfig(Section):
     name: Literal["flash_reinforce"] = "flash_reinforce"
     advantage: Advantage = Field("batch_mean", description=_ADVANTAGE)
     reduction: Literal["sample_mean", "token_mean"] = Field(
-        "sample_mean", description="average over tokens first, or flat"
+        "sample_mean",
+        description="average over a trajectory's tokens first (verl's seq-mean-token-mean), or all tokens",
     )
     admission: Literal["sequence", "token", "off"] = Field(
-        "sequence", description="trust region on whole trajectories or tokens"
+        "sequence", description="what the trust region rejects: trajectories, tokens, or nothing"
     )
-    importance: Literal["token", "truncated", "off"] = Field("token", description="importance ratio on tokens")
-    delta: float = Field(1e-3, ge=0, description="trust-region threshold on the Bernoulli KL, nats")
-    truncation: float = Field(2.0, gt=0, description="cap of the ratio when importance=truncated")
+    importance: Literal["token", "truncated", "off"] = Field(
+        "token", description="importance ratio of each token: exact, capped at truncation, or 1 (off)"
+    )
+    delta: float = Field(
+        1e-3, ge=0, description="trust-region threshold on the Bernoulli KL, in nats; 0 admits no divergence"
+    )
+    truncation: float = Field(2.0, gt=0, description="largest importance ratio; used with importance=truncated only")
     failure_token_quantile: float = Field(
-        1.0, gt=0, le=1, description="share of a failure's highest-entropy tokens that keep their loss; 1 keeps all"
+        1.0, gt=0, le=1, description="share of a failure's tokens, highest entropy first, that keep their loss"
     )
     group_size: int = Field(1, ge=1, description=_GROUP_SIZE)
 
@@ -112,20 +121,20 @@ class FlashReinforceConfig(Section):
 
 
 class GRPOConfig(Section):
-    """GRPO, the baseline: synchronous groups, std-normalised advantages, PPO clip."""
+    """GRPO, the baseline: synchronous groups, advantages divided by the group's standard deviation, PPO clip."""
 
     name: Literal["grpo"] = "grpo"
-    group_size: int = Field(8, ge=2, description="rollouts per prompt")
-    clip_low: float = Field(0.2, gt=0, lt=1, description="PPO clip: ratio floor 1 - clip_low")
-    clip_high: float = Field(0.2, gt=0, description="PPO clip: ratio ceiling 1 + clip_high")
+    group_size: int = Field(8, ge=2, description="rollouts of each prompt; train.batch_size must be a multiple of it")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="PPO clip: the smallest ratio is 1 - clip_low")
+    clip_high: float = Field(0.2, gt=0, description="PPO clip: the largest ratio is 1 + clip_high")
 
 
 class OwnLossConfig(Section):
-    """A loss of your own; chosen by naming it in ``algorithm.loss``."""
+    """A loss of your own; `algorithm.loss` chooses it."""
 
     name: Literal["own_loss"] = "own_loss"
-    loss: str = Field(description="import path, module:function")
-    loss_args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the loss")
+    loss: str = Field(description="loss function, module:function")
+    loss_args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for the loss function")
     advantage: Advantage = Field("batch_mean", description=_ADVANTAGE)
     group_size: int = Field(1, ge=1, description=_GROUP_SIZE)
 
@@ -150,70 +159,85 @@ AlgorithmConfig = Annotated[
 
 
 class OptimizerConfig(Section):
-    """AdamW with clipping and a schedule over updates."""
+    """AdamW with gradient clipping and a learning-rate schedule over updates."""
 
     lr: float = Field(1e-6, gt=0, description="peak learning rate")
-    beta1: float = Field(0.9, ge=0, lt=1, description="Adam's first moment decay")
-    beta2: float = Field(0.98, ge=0, lt=1, description="Adam's second moment decay")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Adam's decay of the first moment")
+    beta2: float = Field(0.98, ge=0, lt=1, description="Adam's decay of the second moment")
     eps: float = Field(1e-8, gt=0, description="Adam's epsilon")
-    weight_decay: float = Field(0.1, ge=0, description="decoupled; norms and biases are exempt, as Megatron does")
-    clip_grad: float = Field(1.0, ge=0, description="global gradient norm; 0 turns clipping off")
-    schedule: Literal["constant", "cosine", "linear"] = Field("cosine", description="after the warm-up")
-    warmup_fraction: float = Field(0.03, ge=0, lt=1, description="share of updates spent warming up")
-    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate over the peak")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay; norms and biases have none")
+    clip_grad: float = Field(1.0, ge=0, description="largest global norm of the gradient; 0 turns clipping off")
+    schedule: Literal["constant", "cosine", "linear"] = Field("cosine", description="learning rate after the warm-up")
+    warmup_fraction: float = Field(0.03, ge=0, lt=1, description="share of updates in which the rate rises from 0")
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="learning rate of the last update over the peak")
 
 
 class TrainConfig(Section):
-    """The update loop."""
+    """One update: batch, routing replay and memory."""
 
-    num_updates: int = Field(ge=1, description="batches to consume")
-    batch_size: int = Field(128, ge=1, description="B: trajectories an update, over all DP ranks")
-    micro_batch_size: int = Field(8, ge=1, description="trajectories a forward, padded to one length")
+    num_updates: int = Field(ge=1, description="number of batches to train on")
+    batch_size: int = Field(128, ge=1, description="trajectories in one update, over all data-parallel ranks")
+    micro_batch_size: int = Field(8, ge=1, description="trajectories in one forward, padded to the longest")
     max_tokens_per_micro_batch: int | None = Field(
-        None, ge=1, description="pack a forward up to so many tokens without padding, in place of micro_batch_size"
+        None, ge=1, description="tokens in one packed forward, without padding; null: micro_batch_size counts"
     )
     routing_replay: Literal["off", "rollout", "record"] = Field(
-        "rollout", description="rollout: replay the engine's routes (R3); record: the trainer's own, in recomputation"
+        "rollout",
+        description="replay the engine's experts (rollout, R3), or the trainer's own in recomputation (record)",
     )
     replay_check_every: int = Field(
         0,
         ge=0,
-        description="updates between forwards with the live router that measure what replay changes; each takes about "
-        "a third of an update's forward and backward; 0, and where no routes are replayed: none",
+        description="updates between forwards that measure what replay changes, a third of an update's compute; 0: "
+        "none",
     )
     moe_aux_loss_coeff: float = Field(
-        0.0, ge=0, description="of the experts' load-balancing loss in each micro-batch; 0, as published, turns it off"
+        0.0,
+        ge=0,
+        description="weight of the experts' load-balancing loss in each micro-batch; 0, as published, turns it off",
     )
     recompute: Literal["off", "selective", "full"] = Field(
-        "off", description="activation recomputation; selective: of the attention's core only"
+        "off", description="activations recomputed in the backward: none, core attention's (selective), or all (full)"
     )
     logprob_mode: Literal["keep", "recompute"] = Field(
-        "keep", description="logits kept once for backward, or made again: less memory for one more product of the head"
+        "keep", description="keep logits for the backward, or make them twice with less memory (recompute)"
     )
-    logprob_chunk_tokens: int = Field(1024, ge=1, description="logits held at a time when logprob_mode=recompute")
-    skip_without_signal: bool = Field(True, description="no optimizer step on a batch whose rewards are all equal")
+    logprob_chunk_tokens: int = Field(
+        1024, ge=1, description="tokens whose logits exist at a time with logprob_mode=recompute"
+    )
+    skip_without_signal: bool = Field(True, description="take no optimizer step on a batch whose rewards are all equal")
 
 
 class RolloutConfig(Section):
-    """The engines and the runner pool."""
+    """Engines, sampling and how far rollouts may lag behind the trainer."""
 
-    engines: int = Field(1, ge=1, description="SGLang servers to start")
-    engine_tp: int = Field(1, ge=1, description="TP size of one engine")
+    engines: int = Field(1, ge=1, description="number of SGLang servers")
+    engine_tp: int = Field(1, ge=1, description="tensor-parallel size of each engine")
     engine_args: dict[str, str | int | float | bool] = Field(
-        default_factory=dict, description="further SGLang server arguments, without the leading dashes"
+        default_factory=dict, description="more SGLang server arguments, named without leading dashes"
     )
-    host: str = Field("127.0.0.1", description="address the engines and the rollout service bind to")
-    engine_port: int = Field(0, ge=0, le=65535, description="port of the first engine; 0 takes free ports")
-    start_timeout_s: float = Field(300, gt=0, description="an engine must be ready within this time")
-    request_timeout_s: float = Field(600, gt=0, description="one generation request")
-    max_concurrent_trajectories: int = Field(64, ge=1, description="concurrent trajectories")
-    max_context: int = Field(8192, ge=2, description="tokens of a trajectory, prompt and tool output included")
-    max_new_tokens: int = Field(4096, ge=1, description="action tokens of a trajectory, over all its turns")
-    temperature: float = Field(1.0, gt=0, description="of sampling; the trainer's logits are scaled alike")
-    top_p: float = Field(1.0, description="must stay 1")
-    top_k: int = Field(-1, description="must stay -1")
-    min_p: float = Field(0.0, description="must stay 0")
-    max_policy_lag: int = Field(4, ge=0, description="updates between sampling and training; 0 is synchronous")
+    host: str = Field("127.0.0.1", description="address that engines and rollout service listen on")
+    engine_port: int = Field(
+        0, ge=0, le=65535, description="port of the first engine, the next ones follow; 0 takes free ports"
+    )
+    start_timeout_s: float = Field(300, gt=0, description="seconds until an engine must be ready")
+    request_timeout_s: float = Field(600, gt=0, description="seconds that one generation request may take")
+    max_concurrent_trajectories: int = Field(64, ge=1, description="trajectories that run at the same time")
+    max_context: int = Field(8192, ge=2, description="tokens of one trajectory, prompt and tool output included")
+    max_new_tokens: int = Field(
+        4096, ge=1, description="tokens that the policy may sample in one trajectory, over all turns"
+    )
+    temperature: float = Field(
+        1.0, gt=0, description="sampling temperature; the trainer divides its logits by the same number"
+    )
+    top_p: float = Field(1.0, description="must stay 1: importance ratios need the whole distribution")
+    top_k: int = Field(-1, description="must stay -1: importance ratios need the whole distribution")
+    min_p: float = Field(0.0, description="must stay 0: importance ratios need the whole distribution")
+    max_policy_lag: int = Field(
+        4,
+        ge=0,
+        description="updates between sampling and training, at most; older trajectories are dropped; 0 is synchronous",
+    )
 
     @model_validator(mode="after")
     def _full_support(self) -> RolloutConfig:
@@ -232,24 +256,32 @@ class RolloutConfig(Section):
 
 
 class ToolLimits(Section):
-    """Bounds of one tool call."""
+    """Limits of one tool call."""
 
-    timeout_s: float = Field(10.0, gt=0, description="wall time")
-    memory_mb: int = Field(512, ge=16, description="address space")
-    output_chars: int = Field(4096, ge=16, description="longer output is cut, with a note")
-    require_network_isolation: bool = Field(True, description="refuse to start where the network cannot be cut off")
+    timeout_s: float = Field(10.0, gt=0, description="seconds that one tool call may take")
+    memory_mb: int = Field(512, ge=16, description="address space of one tool call, in MiB")
+    output_chars: int = Field(
+        4096, ge=16, description="characters that the model sees; longer output is cut, with a note"
+    )
+    require_network_isolation: bool = Field(
+        True, description="refuse to start where tools cannot be cut off from the network"
+    )
 
 
 class AgentConfig(Section):
     """What happens between a prompt and a reward."""
 
-    kind: str = Field("python_tool", description="registered agent name, or module:Class")
-    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of a class of your own")
-    max_turns: int = Field(10, ge=1, description="assistant turns a trajectory")
-    max_tokens_per_turn: int | None = Field(None, ge=1, description="None: only the trajectory's limits bound a turn")
-    system_prompt: str | None = Field(None, description="None: as the data gives it")
+    kind: str = Field("python_tool", description="name of a built-in agent, or module:Class")
+    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for a class of your own")
+    max_turns: int = Field(10, ge=1, description="assistant turns in one trajectory")
+    max_tokens_per_turn: int | None = Field(
+        None, ge=1, description="tokens sampled in one turn; null: no limit of its own"
+    )
+    system_prompt: str | None = Field(
+        None, description="system message of every conversation; null keeps the data's own"
+    )
     chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="variables of the chat template, for example {enable_thinking: false}"
+        default_factory=dict, description="variables for the chat template, for example {enable_thinking: false}"
     )
     tool: ToolLimits = Field(default_factory=ToolLimits)
 
@@ -264,50 +296,52 @@ class AgentConfig(Section):
 
 
 class RewardConfig(Section):
-    """The verifier."""
+    """The reward function."""
 
     function: str | None = Field(
-        None, description="import path, module:function; None: the agent returns the reward itself"
+        None, description="reward function, module:function; null: an agent of your own returns the reward"
     )
-    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
+    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for the function")
     timeout_s: float = Field(
-        10.0, gt=0, description="of one call: in its own process, or in the event loop for an async function"
+        10.0,
+        gt=0,
+        description="seconds that one call may take: in its own process, or in the event loop if it is async",
     )
-    max_consecutive_errors: int = Field(8, ge=1, description="that many raising calls in a row end the run")
+    max_consecutive_errors: int = Field(8, ge=1, description="failing calls in a row that end the run")
 
 
 class DataConfig(Section):
-    """Prompts."""
+    """Prompts to train and evaluate on."""
 
-    train: str = Field(description="JSONL or parquet file, or a hub dataset name")
-    eval: str | None = Field(None, description="held-out prompts, same formats")
-    train_split: str = Field("train", description="split of a hub dataset")
-    eval_split: str = Field("test", description="split of a hub dataset")
-    shuffle: bool = Field(True, description="shuffle each epoch with the run's seed")
+    train: str = Field(description="training prompts: JSONL or parquet file, or hub dataset")
+    eval: str | None = Field(None, description="held-out prompts in the same formats; null turns evaluation off")
+    train_split: str = Field("train", description="split of the training hub dataset")
+    eval_split: str = Field("test", description="split of the held-out hub dataset")
+    shuffle: bool = Field(True, description="shuffle prompts in each epoch, with the run's seed")
 
 
 class EvaluationSet(Section):
-    """One named set of held-out prompts; what is None is as in ``evaluation``."""
+    """One named set of held-out prompts; a null field takes the value of `evaluation`."""
 
-    data: str = Field(description="held-out prompts, formats as in data.train")
-    split: str = Field("test", description="split of a hub dataset")
-    num_prompts: int | None = Field(None, ge=1, description="the first so many")
-    samples: int | None = Field(None, ge=1, description="k of avg@k")
+    data: str = Field(description="held-out prompts: JSONL or parquet file, or hub dataset")
+    split: str = Field("test", description="split of the hub dataset")
+    num_prompts: int | None = Field(None, ge=1, description="number of prompts, taken from the beginning")
+    samples: int | None = Field(None, ge=1, description="trajectories of each prompt")
     temperature: float | None = Field(None, ge=0, description="of sampling; 0 is greedy")
 
 
 class EvaluationConfig(Section):
-    """Held-out evaluation, at the start, every so many updates, and at the end."""
+    """Held-out evaluation, at the start, during training and at the end."""
 
-    every: int = Field(0, ge=0, description="updates between evaluations; 0: only start and end")
-    num_prompts: int = Field(128, ge=1, description="of each set, the first so many")
-    samples: int = Field(1, ge=1, description="k of avg@k and pass@k")
+    every: int = Field(0, ge=0, description="updates between evaluations; 0 evaluates at the start and the end only")
+    num_prompts: int = Field(128, ge=1, description="number of prompts, taken from the beginning of each set")
+    samples: int = Field(1, ge=1, description="trajectories of each prompt: the k of avg@k and pass@k")
     temperature: float | None = Field(
-        None, ge=0, description="of sampling in evaluations; 0 is greedy, None is rollout.temperature"
+        None, ge=0, description="of sampling in evaluations; 0 is greedy, null takes rollout.temperature"
     )
-    pass_threshold: float = Field(0.5, description="a trajectory passes with a reward above this")
+    pass_threshold: float = Field(0.5, description="a trajectory passes with a reward above this value")
     sets: dict[str, EvaluationSet] = Field(
-        default_factory=dict, description="named sets in place of data.eval; the first one's reward ranks checkpoints"
+        default_factory=dict, description="named sets in place of data.eval; the first one ranks checkpoints"
     )
 
     @model_validator(mode="after")
@@ -319,35 +353,31 @@ class EvaluationConfig(Section):
 
 
 class SyncConfig(Section):
-    """Trainer to engines."""
+    """Weight sync from trainer to engines."""
 
-    bucket_mb: int = Field(1024, ge=1, description="memory of one broadcast bucket, MiB")
-    timeout_s: float = Field(300, gt=0, description="of every collective and request of a sync")
-    verify: bool = Field(True, description="compare a checksum of every parameter of every engine with what was sent")
-    probe_tokens: int = Field(16, ge=0, description="fresh tokens compared after each sync; 0 turns the check off")
+    bucket_mb: int = Field(1024, ge=1, description="size of one broadcast, in MiB")
+    timeout_s: float = Field(300, gt=0, description="seconds that each collective and each request of a sync may take")
+    verify: bool = Field(True, description="compare a checksum of every engine's parameters with what was sent")
+    probe_tokens: int = Field(16, ge=0, description="fresh tokens compared after each sync; 0 turns the probe off")
     max_probe_difference: float = Field(
-        0.1, gt=0, description="mean |log-probability difference| of the probe that ends the run as a broken sync"
+        0.1, gt=0, description="the run ends above this mean |log-probability difference| of the probe, in nats"
     )
 
 
 class CheckpointConfig(Section):
-    """What is kept on disk: training checkpoints, to go on from, and Hugging Face folders, to use."""
+    """Training checkpoints to resume from, and Hugging Face folders to use."""
 
     every: int = Field(
         20, ge=0, description="updates between training checkpoints; 0: only at the end and on interruption"
     )
     hf_every: int = Field(
-        0, ge=0, description="updates between Hugging Face folders; 0: at the end and on interruption"
+        0, ge=0, description="updates between Hugging Face folders; 0: only at the end and on interruption"
     )
-    keep_last: int = Field(2, ge=1, description="training checkpoints that are kept, the newest undamaged ones")
+    keep_last: int = Field(2, ge=1, description="number of newest undamaged training checkpoints to keep")
     keep_best: int = Field(
-        0, ge=0, description="further ones that are kept: the best held-out rewards, of those evaluated at their update"
+        0, ge=0, description="further training checkpoints to keep: those with the best held-out reward"
     )
     resume: Literal["auto", "never"] = Field(
-        "auto",
-        description="auto: go on from the newest usable training checkpoint in output (some there, none usable: an "
-        "error); never: start anew",
+        "auto", description="auto: go on from the newest usable checkpoint in output; never: start anew"
     )
-    stop_grace_s: float = Field(
-        300, gt=0, description="after an interruption, what the trainer may take to finish its update and save"
-    )
+    stop_grace_s: float = Field(300, gt=0, description="seconds to finish the update and save after an interruption")
