@@ -39,10 +39,8 @@ def named_parts(answer: Any, source: str) -> dict[str, float]:
     parts = dict(answer) if isinstance(answer, Mapping) else {"reward": answer}
     if "reward" not in parts:
         raise ValueError(f"{source} returned the parts {sorted(parts)} without 'reward'")
-    if "mean" in parts:
-        raise ValueError(
-            f"{source} returned a part 'mean', under whose name the reward's own mean is recorded; rename it"
-        )
+    if taken := {"mean", "pass"} & parts.keys():
+        raise ValueError(f"{source} returned the parts {sorted(taken)}, metrics of the reward itself; rename them")
     checked = {str(key): float(value) for key, value in parts.items()}
     for key, value in checked.items():
         if not math.isfinite(value):

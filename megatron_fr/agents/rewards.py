@@ -15,7 +15,7 @@ from megatron_fr.agents.reward_call import FIELD, named_parts
 from megatron_fr.agents.sandbox_results import CallResult
 from megatron_fr.config import RewardConfig
 from megatron_fr.errors import RewardError
-from megatron_fr.runtime.importing import import_object, place_of, refusal
+from megatron_fr.runtime.importing import import_object, place_of, refusal, split_path
 
 
 class FatalRewardError(RewardError):
@@ -51,6 +51,7 @@ class RewardRunner:
         """
         if (function := self._config.function) is None:
             return
+        split_path(function, FIELD)
         try:
             await self._server.start()
             for path in ("megatron_fr.agents.reward_call:score", function):

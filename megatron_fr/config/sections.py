@@ -85,8 +85,8 @@ Advantage = Annotated[str, AfterValidator(_known_advantage)]
 def _check_groups(advantage: str, group_size: int) -> None:
     if ":" not in advantage and (advantage == "group") != (group_size > 1):
         raise ValueError(
-            f"algorithm.advantage={advantage!r} with algorithm.group_size={group_size}: groups need advantage=group or "
-            "an advantage of your own, and group_size of 2 or more; every other advantage needs group_size=1"
+            f"algorithm.advantage={advantage!r} with algorithm.group_size={group_size}: groups need advantage=group and "
+            "group_size of 2 or more; every other built-in advantage needs group_size=1"
         )
 
 
@@ -305,7 +305,7 @@ class RewardConfig(Section):
     timeout_s: float = Field(
         10.0,
         gt=0,
-        description="seconds that one call may take: in its own process, or in the event loop if it is async",
+        description="seconds that one call may take, in its own process; async: in the event loop",
     )
     max_consecutive_errors: int = Field(8, ge=1, description="failing calls in a row that end the run")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from megatron_fr.observe.metrics import Row, read_metrics, series
+from megatron_fr.observe.metrics import Row, held_out, read_metrics, series
 
 #: Okabe and Ito's palette: distinct also to colour-blind readers.
 BLUE, ORANGE, GREEN, RED, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
@@ -78,14 +79,16 @@ def plot_run(metrics_jsonl: str | Path, png: str | Path, title: str | None = Non
 def _reward(axes: Any, rows: list[Row]) -> None:
     axes.set_title("Reward")
     _smoothed(axes, rows, "reward/mean", "training batch", BLUE)
-    updates, values = series(rows, "eval/reward")
-    if updates:
-        axes.plot(updates, values, "o--", color=RED, markersize=7, linewidth=1, label="held-out", zorder=5)
+    for (label, key), color in zip(held_out(rows, "reward/mean"), cycle((RED, ORANGE, PURPLE))):
+        updates, values = series(rows, key)
+        if not updates:
+            continue
+        axes.plot(updates, values, "o--", color=color, markersize=7, linewidth=1, label=label, zorder=5)
         for i in {0, len(updates) - 1}:
             axes.annotate(
                 f"{values[i]:.2f}", (updates[i], values[i]), xytext=(0, 11), textcoords="offset points", ha="center",
-                color=RED, fontweight="bold", bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
-                zorder=6,
+                color=color, fontweight="bold", zorder=6,
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
             )  # fmt: skip
 
 
@@ -93,9 +96,9 @@ def _tools(axes: Any, rows: list[Row]) -> None:
     axes.set_title("Tool calls per trajectory")
     _smoothed(axes, rows, "tools/calls", "calls", BLUE)
     _smoothed(axes, rows, "tools/errors", "errors", ORANGE)
-    updates, values = series(rows, "eval/tool_calls")
-    if updates:
-        axes.plot(updates, values, "o--", color=RED, markersize=6, linewidth=1, label="held-out calls", zorder=5)
+    for label, key in held_out(rows, "tools/calls"):
+        updates, values = series(rows, key)
+        axes.plot(updates, values, "o--", color=RED, markersize=6, linewidth=1, label=f"{label} calls", zorder=5)
     _from_zero(axes)
 
 
@@ -237,7 +240,8 @@ def _finish(axes: Any, rows: list[Row]) -> None:
 
 def _headline(rows: list[Row]) -> str:
     text = f"{int(rows[-1]['update'] or 0)} updates"
-    _, held_out = series(rows, "eval/reward")
-    if len(held_out) > 1:
-        text += f", held-out reward {held_out[0]:.2f} → {held_out[-1]:.2f}"
+    for label, key in held_out(rows, "reward/mean")[:1]:
+        _, values = series(rows, key)
+        if len(values) > 1:
+            text += f", {label} reward {values[0]:.2f} → {values[-1]:.2f}"
     return text

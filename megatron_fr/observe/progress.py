@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from megatron_fr.observe.alarms import Alarms
+from megatron_fr.observe.metrics import held_out
 
 Metrics = Mapping[str, float | int | bool | None]
 
@@ -46,11 +47,12 @@ class Progress:
             return "-" if value is None else pattern.format(float(value))
 
         generated, trained = (_count(row.get(f"{side}/tokens_per_s")) for side in ("rollout", "train"))
+        rewards = held_out([row], "reward/mean")
+        evaluated = [f"{label} reward {show(key, '{:.3f}')}" for label, key in rewards if row[key] is not None]
         head = f"update {number:>{width}}/{self.total_updates}"
         if number == 0:  # before the first batch there is only a first sync and perhaps an evaluation
             parts = [head, f"first sync: logprob diff {show('sync/probe_logprob_diff', '{:.1e}')}"]
-            if row.get("eval/reward") is not None:
-                parts.append(f"held-out reward {show('eval/reward', '{:.3f}')}")
+            parts += evaluated
             return " | ".join(parts)
         without_replay = ""
         if row.get("policy/train_rollout_logprob_diff_without_replay") is not None:
@@ -69,8 +71,7 @@ class Progress:
         ]
         if row.get("train/stepped") is not None and not row["train/stepped"]:
             parts.append("no signal, no step")
-        if row.get("eval/reward") is not None:
-            parts.append(f"held-out reward {show('eval/reward', '{:.3f}')}")
+        parts += evaluated
         return " | ".join(parts)
 
     def _left(self, number: int) -> str:

@@ -18,7 +18,7 @@ from megatron_fr.config import RunConfig
 from megatron_fr.engines.fleet import Fleet
 from megatron_fr.errors import CheckpointError, ConfigError, EngineError, MegatronFRError, RolloutEnded, TrajectoryError
 from megatron_fr.rollout.episode import EpisodePlayer
-from megatron_fr.rollout.evaluate import evaluate
+from megatron_fr.rollout.evaluate import HeldOut, evaluate_sets
 from megatron_fr.rollout.event_loop_delay import EventLoopDelay
 from megatron_fr.rollout.metrics import batch_metrics
 from megatron_fr.rollout.queue import Batch, TrajectoryQueue
@@ -40,7 +40,7 @@ class Parts:
     config: RunConfig
     tokenizer: Any
     prompts: Sequence[Prompt]
-    held_out: Sequence[Prompt]
+    held_out: Sequence[HeldOut]
     fleet: Fleet
     gate: StalenessGate
     queue: TrajectoryQueue
@@ -181,13 +181,13 @@ class Endpoints:
     async def _evaluate(self, request: web.Request) -> web.Response:
         body = await _body(request, name=str)
         if not self._parts.held_out:
-            raise ConfigError("there are no held-out prompts to evaluate on; set data.eval")
+            raise ConfigError("there are no held-out prompts to evaluate on; set data.eval or evaluation.sets")
         async with self._evaluating:
             job = asyncio.ensure_future(
-                evaluate(
+                evaluate_sets(
                     self._parts.player,
                     self._parts.held_out,
-                    samples=self._parts.config.evaluation.samples,
+                    pass_threshold=self._parts.config.evaluation.pass_threshold,
                     concurrency=self._parts.config.rollout.max_concurrent_trajectories,
                     name=body["name"],
                 )

@@ -20,6 +20,7 @@ from megatron_fr.errors import MegatronFRError, RolloutEnded
 from megatron_fr.rollout import setup
 from megatron_fr.rollout.endpoints import Endpoints, Parts
 from megatron_fr.rollout.episode import EpisodePlayer
+from megatron_fr.rollout.evaluate import load_held_out
 from megatron_fr.rollout.event_loop_delay import EventLoopDelay
 from megatron_fr.rollout.prompts import PromptCursor, load_prompts
 from megatron_fr.rollout.queue import TrajectoryQueue
@@ -88,7 +89,7 @@ class RolloutService:
         want_routes = setup.wants_routes(config, limits)
         tokenizer = setup.load_tokenizer(config.model.path)
         prompts = load_prompts(config.data.train, config.data.train_split)
-        held_out = load_prompts(config.data.eval, config.data.eval_split) if config.data.eval else []
+        held_out = load_held_out(config)
         specs = setup.engine_specs(config, device, limits)
         restored = read_state(self._restore) if self._restore is not None else None
 
@@ -138,7 +139,7 @@ class RolloutService:
             config=config,
             tokenizer=tokenizer,
             prompts=prompts,
-            held_out=held_out[: config.evaluation.num_prompts],
+            held_out=held_out,
             fleet=fleet,
             gate=gate,
             queue=queue,

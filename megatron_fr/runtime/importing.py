@@ -23,9 +23,7 @@ def import_object(path: str, field: str) -> Any:
     Raises:
         ConfigError: the path is malformed, cannot be imported, or names nothing that can be called.
     """
-    module, _, name = path.partition(":")
-    if not (module and name):
-        raise refusal(path, field, "is no import path")
+    module, name = split_path(path, field)
     try:
         target = attrgetter(name)(importlib.import_module(module))
     except Exception as error:  # the user's module may raise anything while it is imported
@@ -33,6 +31,18 @@ def import_object(path: str, field: str) -> Any:
     if not callable(target):
         raise refusal(path, field, "is not callable")
     return target
+
+
+def split_path(path: str, field: str) -> tuple[str, str]:
+    """Module and name of an import path.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    module, _, name = path.partition(":")
+    if not (module and name):
+        raise refusal(path, field, "is no import path")
+    return module, name
 
 
 def refusal(path: str, field: str, reason: str) -> ConfigError:

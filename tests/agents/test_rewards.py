@@ -12,7 +12,7 @@ import pytest
 from megatron_fr.agents.contract import Prompt, RewardInput
 from megatron_fr.agents.rewards import FatalRewardError, RewardRunner
 from megatron_fr.config import RewardConfig
-from megatron_fr.errors import RewardError
+from megatron_fr.errors import ConfigError, RewardError
 
 BY_TEXT = "tests.support.reward_functions:by_text"
 
@@ -137,13 +137,13 @@ def test_a_function_that_cannot_be_imported_is_refused_at_the_start(function: st
     async def main() -> None:
         runner = RewardRunner(RewardConfig(function=function))
         try:
-            with pytest.raises(RewardError) as caught:
+            with pytest.raises(ConfigError) as caught:
                 await runner.start()
         finally:
             await runner.stop()
         assert f"reward.function={function!r}" in str(caught.value)
         assert reason in str(caught.value)
-        assert "give module:function" in str(caught.value)
+        assert "give module:name" in str(caught.value)
 
     asyncio.run(main())
 

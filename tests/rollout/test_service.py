@@ -221,8 +221,8 @@ def test_the_held_out_evaluation_stays_outside_gate_and_queue(service: Service) 
     body = answer.json()
     assert body["num_trajectories"] == 10
     metrics = body["metrics"]
-    assert 0 <= metrics["reward"] <= metrics["pass"] <= 1
-    assert {"tool_calls", "truncated", "action_tokens", "answered"} <= set(metrics)
+    assert 0 <= metrics["reward/mean"] <= metrics["reward/pass"] <= 1
+    assert {"tools/calls", "trajectory/truncated", "trajectory/action_tokens_mean", "reward/answered"} <= set(metrics)
     after = service.client.status()
     assert (after["started"], after["queued"]) == (before["started"], before["queued"])
     assert after["tokens_generated"] > before["tokens_generated"]
