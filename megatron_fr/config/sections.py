@@ -85,8 +85,8 @@ Advantage = Annotated[str, AfterValidator(_known_advantage)]
 def _check_groups(advantage: str, group_size: int) -> None:
     if ":" not in advantage and (advantage == "group") != (group_size > 1):
         raise ValueError(
-            f"algorithm.advantage={advantage!r} with algorithm.group_size={group_size}: groups need advantage=group and "
-            "group_size of 2 or more; every other built-in advantage needs group_size=1"
+            f"algorithm.advantage={advantage!r} with algorithm.group_size={group_size}: "
+            "groups need advantage=group and group_size of 2 or more, every other built-in advantage needs group_size=1"
         )
 
 
