@@ -36,6 +36,8 @@ def named_parts(answer: Any, source: str) -> dict[str, float]:
     Raises:
         TypeError, ValueError: it is neither a finite float nor a mapping of them.
     """
+    if answer is None:
+        raise TypeError(f"{source} returned None; return a number, or named parts with 'reward'")
     parts = dict(answer) if isinstance(answer, Mapping) else {"reward": answer}
     if "reward" not in parts:
         raise ValueError(f"{source} returned the parts {sorted(parts)} without 'reward'")

@@ -94,7 +94,8 @@ class RewardRunner:
             parts = dict(result.value)
             return parts.pop("reward"), parts
         self._errors_in_a_row += 1
-        where = f"reward.function={config.function!r} on prompt {episode.prompt.id!r}"
+        source = f"reward.function={config.function!r}" if config.function else "the agent's reward"
+        where = f"{source} on prompt {episode.prompt.id!r}"
         hint = f"; raise reward.timeout_s={config.timeout_s:g} or make it faster" if result.timed_out else ""
         if self._errors_in_a_row >= config.max_consecutive_errors:
             raise FatalRewardError(

@@ -287,7 +287,13 @@ class AgentConfig(Section):
 
     @model_validator(mode="after")
     def _free_names(self) -> AgentConfig:
-        taken = {"conversation", "tools", "add_generation_prompt", "tokenize"} & self.chat_template_kwargs.keys()
+        taken = {
+            "conversation",
+            "messages",
+            "tools",
+            "add_generation_prompt",
+            "tokenize",
+        } & self.chat_template_kwargs.keys()
         if taken:
             raise ValueError(
                 f"agent.chat_template_kwargs sets {', '.join(sorted(taken))}, which the agent itself sets; remove it"
