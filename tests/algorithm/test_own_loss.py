@@ -67,7 +67,7 @@ def test_the_parts_of_context_ranks_add_up() -> None:
         call(plain, columns=half, sum_over_context=lambda values: collected.append(values) or values)
     total = sum(collected[1:], collected[0])
     parts = [call(plain, columns=half, sum_over_context=lambda values: total) for half in halves]
-    assert sum(float(part[0]) for part in parts) == pytest.approx(float(loss))
+    assert sum(part[0].item() for part in parts) == pytest.approx(loss.item())
     for _, part, _ in parts:
         assert part.trajectory_tokens.tolist() == stats.trajectory_tokens.tolist()
 
@@ -89,5 +89,5 @@ def test_what_cannot_be_used_is_refused_with_the_reason(answer: Any, reason: str
 def test_a_log_probability_that_is_not_finite_is_found_before_the_function_is_called() -> None:
     broken = PI.clone()
     broken[0, 2] = float("-inf")
-    with pytest.raises(FloatingPointError, match="row 0 .* non-finite"):
+    with pytest.raises(FloatingPointError, match=r"row 0 .* non-finite"):
         call(lambda batch: pytest.fail("called"), pi=broken)
