@@ -19,13 +19,9 @@ setup(
     install_requires=[
         "aiohttp",
         "httpx",
-        "matplotlib",
         "megatron-core>=0.19",
-        "mpi4py",
         "numpy",
-        "nvidia-modelopt",
         "psutil",
-        "pulp==3.1.1",  # nvidia-modelopt breaks with later ones
         "pyarrow",
         "pydantic>=2",
         "pyyaml",
@@ -36,8 +32,11 @@ setup(
         "transformers",
     ],
     extras_require={
+        "mpi": ["mpi4py"],
+        "plot": ["matplotlib"],
+        "quantize": ["nvidia-modelopt", "pulp==3.1.1"],  # nvidia-modelopt breaks with later pulp
         "gpu": ["transformer-engine[pytorch]"],
-        "test": ["mypy", "pytest", "ruff", "types-PyYAML", "types-psutil"],
+        "test": ["import-linter", "mypy", "pytest", "ruff", "types-PyYAML", "types-psutil"],
     },
     entry_points={
         "console_scripts": ["megatron-fr = megatron_fr.cli.__main__:main"],

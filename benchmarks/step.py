@@ -3,7 +3,7 @@
     python -m benchmarks.step [--quick]
 
 One process with the trainer's batch loader, routing replay, forward and backward through Megatron's schedule, the
-sequence gate, gradient clipping and Adam. The floor runs the same model, micro-batches and optimizer with Megatron's
+admission, gradient clipping and Adam. The floor runs the same model, micro-batches and optimizer with Megatron's
 own cross entropy and nothing else: no batch building, routes, gate, entropy or metrics. Two models (``tiny`` is the
 embedded run's) and two kinds of trajectories: ``multi_turn`` with half of the tokens observations, ``single_turn`` with
 nearly all of them actions, where skipping observations in the head saves nothing.
@@ -167,7 +167,7 @@ def run_case(
             policy = build_policy(config, device)
             for kind in kinds:
                 client: Any = ListedBatch(make_trajectories(hf_config, kind))
-                loader = BatchLoader.of(config, policy, client, device.torch_device)
+                loader = BatchLoader(config, policy, client, device.torch_device)
 
                 def ours(policy: Any = policy, loader: Any = loader) -> None:
                     batch = loader.lease(0)

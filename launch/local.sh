@@ -12,10 +12,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=$(launch/env.sh)
 export OMP_NUM_THREADS=1
 
-# named after the code that makes it, so that checkouts with another recipe keep another model
-made_by=$(cat tools/make_tiny_model.py megatron_fr/tiny/*.py | sha256sum | cut -c1-12)
-model=${MEGATRON_FR_CACHE:-$HOME/.cache/megatron-fr}/tiny-$made_by
-"$python" tools/make_tiny_model.py "$model" >&2
+# its folder is named after what makes it, so that checkouts with another recipe keep another model
+model=$("$python" tools/make_tiny_model.py)
 
 # exec: signals reach the run itself, and its exit code is this script's
 exec "$(dirname "$python")/megatron-fr" train --config configs/tiny_python_tool.yaml \

@@ -1,6 +1,9 @@
-"""The exceptions that users meet. Each message names the field, the value and the remedy."""
+"""Exceptions that users meet. Each message names the field, the value and the remedy."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class MegatronFRError(Exception):
@@ -11,16 +14,35 @@ class ConfigError(MegatronFRError):
     """The configuration is unknown, contradictory or out of range."""
 
 
+class MissingExtraError(ConfigError):
+    """A package that only an extra of this project brings is not installed."""
+
+
+@contextmanager
+def needs_extra(extra: str) -> Iterator[None]:
+    """Import optional packages within it.
+
+    Raises:
+        MissingExtraError: one of them is not installed; names the package and the extra.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            f"the package {error.name} is not installed; pip install 'megatron-fr[{extra}]' brings it"
+        ) from error
+
+
 class ModelError(MegatronFRError):
-    """A model folder is missing, damaged, or of an architecture that has no mapping."""
+    """A model folder is missing or damaged, or its architecture is not supported."""
 
 
 class TrajectoryError(MegatronFRError):
-    """A trajectory breaks its contract; it is refused at the queue's door, the run goes on."""
+    """A trajectory is invalid; the queue refuses it and the run goes on."""
 
 
 class EngineError(MegatronFRError):
-    """An inference engine did not start, died, or answered something unusable."""
+    """An inference engine did not start, died, or gave an unusable answer."""
 
 
 class RewardError(MegatronFRError):
@@ -28,23 +50,23 @@ class RewardError(MegatronFRError):
 
 
 class ToolError(MegatronFRError):
-    """The tool sandbox itself failed (not the code that ran in it)."""
+    """The tool sandbox failed, not the code in it."""
 
 
 class SyncError(MegatronFRError):
-    """Weights did not reach the engines, or what arrived is not what was sent."""
+    """Weights did not reach the engines, or reached them changed."""
 
 
 class UpdateError(MegatronFRError):
-    """An update would have made the weights meaningless; it was not taken."""
+    """An update with values that are not finite was refused; the weights are unchanged."""
 
 
 class RolloutEnded(MegatronFRError):
-    """The rollout service stopped serving batches; the message carries its reason."""
+    """The rollout service stopped serving batches; the message gives its reason."""
 
 
 class RequestFailed(RolloutEnded):
-    """One request to the rollout service failed or was not answered in time; the service itself may go on."""
+    """One request to the rollout service failed or timed out; the service may still run."""
 
 
 class CheckpointError(MegatronFRError):
@@ -52,4 +74,4 @@ class CheckpointError(MegatronFRError):
 
 
 class UnreadableCheckpointError(CheckpointError):
-    """A training checkpoint cannot be looked at: no permission, or storage that fails. It may well be whole."""
+    """A training checkpoint cannot be read for lack of permission or failing storage; it may be complete."""

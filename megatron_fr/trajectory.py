@@ -1,8 +1,7 @@
-"""The trajectory: what the rollout side hands to the trainer, token by token.
+"""The trajectory that the rollout side hands to the trainer, token by token.
 
-The tokens the trainer sees are the tokens the engine saw and produced. Row ``t`` of
-``routed_experts`` is the routing used while the model *processed* token ``t``; the last token is
-never processed, so it has no row.
+The trainer sees exactly the tokens that the engine saw and sampled. Row ``t`` of ``routed_experts`` is the routing used
+while the model processed token ``t``. The last token is never processed, so it has no row.
 """
 
 from __future__ import annotations
@@ -21,21 +20,18 @@ from megatron_fr.errors import TrajectoryError
 
 FinishReason = Literal["stop", "length", "env_done", "aborted"]
 
-#: The value of ``versions`` on observation tokens, which no policy version sampled.
+#: Value of ``versions`` on observation tokens, which no policy version sampled.
 NO_VERSION = -1
 
-_ARRAYS = ("tokens", "action_mask", "behavior_logprobs", "versions")
-_DTYPES = {
-    "tokens": np.dtype(np.int32),
-    "action_mask": np.dtype(np.bool_),
-    "behavior_logprobs": np.dtype(np.float32),
-    "versions": np.dtype(np.int32),
-}
+_DTYPES: dict[str, npt.DTypeLike] = {
+    "tokens": np.int32, "action_mask": np.bool_, "behavior_logprobs": np.float32, "versions": np.int32,
+}  # fmt: skip
+_ARRAYS = (*_DTYPES, "routed_experts")
 
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds a trajectory spent waiting for a runner, generating, and waiting for tools."""
+    """Seconds that a trajectory waited for a free slot, generated, and waited for tools."""
 
     queued_s: float = 0.0
     generating_s: float = 0.0
@@ -43,15 +39,16 @@ class Timings:
 
 
 def route_dtype(num_experts: int) -> np.dtype[Any]:
-    """uint8 up to 256 experts, uint16 above: routes are the bulk of a trajectory, and of a batch on the device."""
+    """uint8 up to 256 experts, uint16 above, because routes are the bulk of a trajectory."""
     return np.dtype(np.uint8 if num_experts <= 256 else np.uint16)
 
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What a valid trajectory may contain, read from the model and the run's configuration.
+    """Limits of a valid trajectory; ``num_moe_layers``, ``top_k`` and ``num_experts`` are 0 for dense models.
 
-    ``num_moe_layers``, ``top_k`` and ``num_experts`` are 0 for dense models.
+    ``dense_layers`` are the layers, from 0, without experts in a model with experts; an engine's routes for them are
+    meaningless.
     """
 
     vocab_size: int
@@ -59,29 +56,29 @@ class ModelLimits:
     num_moe_layers: int = 0
     top_k: int = 0
     num_experts: int = 0
+    dense_layers: tuple[int, ...] = ()
 
     @property
     def route_dtype(self) -> np.dtype[Any]:
-        """:func:`route_dtype` of the model."""
+        """Dtype of the model's routes."""
         return route_dtype(self.num_experts)
 
 
 @dataclass
 class Trajectory:
-    """One finished rollout of one prompt; ``N`` tokens over all its turns.
+    """One finished rollout of one prompt, with ``N`` tokens over all its turns.
 
     Attributes:
         id: unique in the run.
-        prompt_id: the prompt it answers.
-        group_id: equal for the rollouts of one GRPO group; the trajectory's own id otherwise.
+        prompt_id: the prompt that it answers.
+        group_id: equal for the rollouts of one group; the trajectory's own id without groups.
         tokens: int32 ``[N]``.
         action_mask: bool ``[N]``, true on tokens that the policy sampled.
-        behavior_logprobs: float32 ``[N]``, natural log, of the tempered sampling distribution;
-            0 where ``action_mask`` is false.
-        versions: int32 ``[N]``, the policy version that sampled the token, ``NO_VERSION`` elsewhere.
+        behavior_logprobs: float32 ``[N]``, natural log in the tempered distribution; 0 where ``action_mask`` is false.
+        versions: int32 ``[N]``, the policy version that sampled the token; ``NO_VERSION`` elsewhere.
         routed_experts: uint8 or uint16 ``[N - 1, num_moe_layers, top_k]``, or None.
-        reward: the scalar that the advantage is made of.
-        metadata: of the prompt, JSON; what is too large to travel along is left out.
+        reward: the scalar from which the advantage is computed.
+        metadata: of the prompt, JSON, without what is too large to travel along.
         info: what the agent returned beside the conversation, bounded alike.
         route_error: why ``routed_experts`` is None although routes were asked for.
     """
@@ -110,31 +107,31 @@ class Trajectory:
 
     @property
     def num_action_tokens(self) -> int:
-        """``T_i`` of the loss."""
+        """Number of sampled tokens, ``T_i`` in the loss."""
         return int(self.action_mask.sum())
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy version among the action tokens; lag is counted from it."""
+        """Oldest policy version among the action tokens, from which lag is counted."""
         return int(self.versions[self.action_mask].min())
 
     def validate(self, limits: ModelLimits) -> None:
-        """Check the whole contract.
+        """Check every field.
 
         Raises:
-            TrajectoryError: names the trajectory, the field and the reason.
+            TrajectoryError: a field is invalid; the message names trajectory, field and reason.
         """
         n = len(self.tokens)
 
         def refuse(name: str, reason: str) -> TrajectoryError:
             return TrajectoryError(f"trajectory {self.id!r} (prompt {self.prompt_id!r}): {name} {reason}")
 
-        for name in _ARRAYS:
+        for name, dtype in _DTYPES.items():
             array = getattr(self, name)
             if array.shape != (n,):
                 raise refuse(name, f"has shape {array.shape}, expected ({n},)")
-            if array.dtype != _DTYPES[name]:
-                raise refuse(name, f"has dtype {array.dtype}, expected {_DTYPES[name]}")
+            if array.dtype != dtype:
+                raise refuse(name, f"has dtype {array.dtype}, expected {np.dtype(dtype)}")
         if n < 2 or n > limits.max_context:
             raise refuse("tokens", f"has length {n}, expected 2 to {limits.max_context}")
         if self.tokens.min() < 0 or self.tokens.max() >= limits.vocab_size:
@@ -142,7 +139,7 @@ class Trajectory:
         if not self.action_mask.any():
             raise refuse("action_mask", "marks no action token")
         if self.action_mask[0]:
-            raise refuse("action_mask", "marks the first token, which nothing predicts")
+            raise refuse("action_mask", "marks the first token, which no token predicts")
         logprobs = self.behavior_logprobs[self.action_mask]
         if not np.isfinite(logprobs).all():
             raise refuse("behavior_logprobs", "holds a non-finite value on an action token")
@@ -154,10 +151,10 @@ class Trajectory:
             raise refuse("reward", f"is {self.reward}")
         if self.finish_reason not in get_args(FinishReason):
             raise refuse("finish_reason", f"is {self.finish_reason!r}, expected one of {get_args(FinishReason)}")
-        if self.routed_experts is not None and (problem := self.route_problem(limits)) is not None:
-            raise refuse("routed_experts", problem)
+        if self.routed_experts is not None and (reason := self.check_routes(limits)) is not None:
+            raise refuse("routed_experts", reason)
 
-    def route_problem(self, limits: ModelLimits) -> str | None:
+    def check_routes(self, limits: ModelLimits) -> str | None:
         """Why ``routed_experts`` cannot be replayed on this model, or None when it can."""
         routes = self.routed_experts
         if routes is None:
@@ -179,17 +176,13 @@ class Trajectory:
 
 
 def encode(trajectories: Sequence[Trajectory]) -> bytes:
-    """Pack trajectories into one npz archive (no pickles), in order."""
+    """Pack trajectories into one npz archive without pickles, in order."""
     arrays: dict[str, npt.NDArray[Any]] = {}
     heads: list[dict[str, Any]] = []
     for i, t in enumerate(trajectories):
-        for name in (*_ARRAYS, "routed_experts"):
-            array = getattr(t, name)
-            if array is not None:
-                arrays[f"{i}.{name}"] = array
-        head = {k: v for k, v in vars(t).items() if k not in (*_ARRAYS, "routed_experts")}
-        head["timings"] = asdict(t.timings)
-        heads.append(head)
+        arrays |= {f"{i}.{name}": array for name in _ARRAYS if (array := getattr(t, name)) is not None}
+        head = {k: v for k, v in vars(t).items() if k not in _ARRAYS}
+        heads.append(head | {"timings": asdict(t.timings)})
     arrays["heads"] = np.frombuffer(json.dumps(heads).encode(), dtype=np.uint8)
     buffer = io.BytesIO()
     np.savez(buffer, allow_pickle=False, **arrays)
@@ -200,7 +193,7 @@ def decode(payload: bytes) -> list[Trajectory]:
     """Undo :func:`encode`.
 
     Raises:
-        TrajectoryError: the bytes are not such an archive.
+        TrajectoryError: the bytes are no such archive.
     """
     try:
         with np.load(io.BytesIO(payload), allow_pickle=False) as archive:
@@ -210,13 +203,13 @@ def decode(payload: bytes) -> list[Trajectory]:
             Trajectory(
                 **{k: v for k, v in head.items() if k != "timings"},
                 timings=Timings(**head["timings"]),
-                **{name: arrays.pop(f"{i}.{name}") for name in _ARRAYS},
+                **{name: arrays.pop(f"{i}.{name}") for name in _DTYPES},
                 routed_experts=arrays.pop(f"{i}.routed_experts", None),
             )
             for i, head in enumerate(heads)
         ]
         if arrays:
             raise ValueError(f"it holds unknown arrays: {', '.join(arrays)}")
-    except Exception as error:  # on damaged bytes numpy, zipfile, zlib and json raise a dozen kinds
+    except Exception as error:  # numpy, zipfile, zlib and json raise many kinds on damaged bytes
         raise TrajectoryError(f"a payload of {len(payload)} bytes is no trajectory archive: {error}") from error
     return trajectories

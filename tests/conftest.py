@@ -1,17 +1,45 @@
-"""What all tests share: a process prepared as a trainer's is, and a disk that can be filled."""
+"""What all tests share: a process prepared as a trainer's is, the tiers, and a disk that can be filled."""
 
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_fr.runtime.device import prepare_process, resolve_device
+from tests.support import parallel_launch
 from tests.support.small_disk import SmallDisk
 
 prepare_process(resolve_device("auto"))  # some tests import Megatron-Core themselves
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-skips", action="store_true", help="a test that is skipped fails")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    parallel_launch.allowed = config.option.markexpr != "not slow"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail") and item.config.getoption("no_skips"):
+        report.outcome = "failed"
+        report.longrepr = f"{report.longrepr[2]}; in this tier nothing may be skipped"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    report = yield
+    if report.skipped and collector.config.getoption("no_skips"):
+        report.outcome = "failed"
+        report.longrepr = f"{report.longrepr[2]}; in this tier nothing may be skipped"
+    return report
 
 
 @pytest.fixture

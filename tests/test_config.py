@@ -1,5 +1,8 @@
 """Loading, overriding, checking and writing configurations."""
 
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,6 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from megatron_fr.config.load import RunConfig, load_config, save_config
+from megatron_fr.config.read_yaml import parse_yaml
 from megatron_fr.config.sections import EvaluationSet, FlashReinforceConfig, GRPOConfig, OwnLossConfig
 from megatron_fr.errors import ConfigError
 
@@ -17,7 +21,8 @@ MINIMAL = {
     "data": {"train": "train.jsonl"},
 }
 
-RECIPES = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 @pytest.fixture
@@ -163,6 +168,91 @@ def test_overrides_are_yaml_and_reach_any_depth(load):
 def test_a_malformed_override_is_quoted(load, override, reason):
     text = refusal(load, override)
     assert any(part in text for part in reason.split("|"))
+
+
+@pytest.mark.parametrize("value", ["off", "on", "yes", "no", "Off", "y", "1:30", "2024-01-01"])
+def test_only_true_and_false_are_truth_values_and_the_rest_stays_text(load, value):
+    assert load(f"model.path={value}").model.path == value
+    assert load(f"rollout.engine_args={{x: {value}}}").rollout.engine_args == {"x": value}
+
+
+@pytest.mark.parametrize("field", ["admission", "importance"])
+def test_off_is_a_value_in_overrides_and_files(load, tmp_path, field):
+    assert getattr(load(f"algorithm.{field}=off", "algorithm.admission=off").algorithm, field) == "off"
+    path = tmp_path / "written.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL) + "algorithm:\n  admission: off\n  importance: off\n")
+    assert getattr(load_config(path).algorithm, field) == "off"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-6", 1e-6), ("010", 10), ("0x1F", 31), ("0o17", 15), ("-.5", -0.5), ("~", None), ("true", True), ("'1'", "1")],
+)
+def test_scalars_are_those_of_yaml_1_2(text, value):
+    found = parse_yaml(text, "x")
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize("text", ["off", "1e-6", "0o17", "089", "1:30", "~", "<<", "true", "é", "", "2024-01-01"])
+def test_text_that_looks_like_something_else_survives_a_saved_configuration(load, tmp_path, text):
+    config = load().model_copy(update={"rollout": load().rollout.model_copy(update={"engine_args": {text: text}})})
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml") == config
+    assert yaml.safe_load((tmp_path / "saved.yaml").read_text())["rollout"]["engine_args"] == {text: text}
+
+
+def test_a_repeated_key_is_refused_with_both_lines(load, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("seed: 1\ntrain:\n  batch_size: 1\n  num_updates: 3\n  batch_size: 2\n")
+    with pytest.raises(ConfigError, match="'batch_size' is on line 3 and again on line 5; keep one"):
+        load_config(path)
+    assert "the key 'a' is on line 1 and again on line 1" in refusal(load, "rollout.engine_args={a: 1, a: 2}")
+
+
+@pytest.mark.parametrize("override", ["train.batch_size=true", "optimizer.lr=true", "seed=false"])
+def test_a_truth_value_is_no_number(load, override):
+    name = override.split("=")[0]
+    assert f"{name}=" in refusal(load, override)
+    assert "input should be a valid" in refusal(load, override)
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_a_file_that_is_not_utf_8_is_one_clear_line(tmp_path, encoding):
+    path = tmp_path / "run.yaml"
+    path.write_bytes("output: runs/größer\n".encode(encoding))
+    with pytest.raises(ConfigError, match=r"is not UTF-8 text \(byte \d+ is 0x\w\w\); save it as UTF-8") as caught:
+        load_config(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"a: \x00", b"seed: " + b"9" * 5000, b"[" * 5000, b"a: b: c"])
+def test_a_damaged_file_is_one_clear_line(tmp_path, content):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="is not valid YAML") as caught:
+        load_config(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_locale_does_not_matter(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL | {"output": "runs/größer"}, allow_unicode=True), encoding="utf-8")
+    code = f"from megatron_fr.config import load_config; print(ascii(load_config({str(path)!r}).output.name))"
+    environment = {"PATH": "/usr/bin:/bin", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "'gr\\xf6\\xdfer'\n"
+
+
+README_RUNS = [
+    shlex.split(line.split("launch/local.sh")[1], comments=True)
+    for line in (ROOT / "README.md").read_text().splitlines()
+    if line.startswith("bash launch/local.sh") and "=" in line
+]
+
+
+@pytest.mark.parametrize("overrides", README_RUNS, ids=" ".join)
+def test_the_examples_of_the_readme_load(overrides):
+    load_config(ROOT / "configs/tiny_python_tool.yaml", overrides)
 
 
 def test_grpo_is_chosen_by_its_name_alone_and_takes_its_own_fields(load):

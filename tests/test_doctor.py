@@ -12,7 +12,7 @@ from megatron_fr.cli import doctor
 @pytest.mark.slow
 def test_a_healthy_installation_is_reported_ready_with_a_line_a_check():
     result = subprocess.run(
-        [sys.executable, "-c", "import sys; from megatron_fr import doctor; sys.exit(doctor.run())"],
+        [sys.executable, "-c", "import sys; from megatron_fr.cli import doctor; sys.exit(doctor.run())"],
         capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     lines = result.stdout.splitlines()
@@ -50,15 +50,14 @@ def test_a_missing_required_package_is_broken(monkeypatch):
 
 
 def test_an_import_that_dies_is_broken_with_its_last_line():
-    finding = doctor._python("x", "raise OSError('libcuda.so.1: cannot open')", "{}")
+    finding = doctor.try_import("x", "raise OSError('libcuda.so.1: cannot open')", "{}")
     assert finding == doctor.Finding("x", "broken", "OSError: libcuda.so.1: cannot open")
-    assert "code -9" in doctor._python("x", "import os; os.kill(os.getpid(), 9)", "{}").detail
-    assert doctor._python("x", "print('noise'); print('3.1')", "version {}").detail == "version 3.1"
+    assert "code -9" in doctor.try_import("x", "import os; os.kill(os.getpid(), 9)", "{}").detail
+    assert doctor.try_import("x", "print('noise'); print('3.1')", "version {}").detail == "version 3.1"
 
 
-def test_an_import_that_hangs_is_broken(monkeypatch):
-    monkeypatch.setattr(doctor, "_IMPORT_TIMEOUT_S", 0.5)
-    finding = doctor._python("x", "import time; time.sleep(60)", "{}")
+def test_an_import_that_hangs_is_broken():
+    finding = doctor.try_import("x", "import time; time.sleep(60)", "{}", timeout_s=0.5)
     assert (finding.status, "more than 0.5 s" in finding.detail) == ("broken", True)
 
 
@@ -92,7 +91,7 @@ def test_a_driver_without_a_usable_torch_is_broken(monkeypatch, tmp_path):
     smi.write_text("#!/bin/sh\necho 'GPU 0: H200'\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(doctor, "_gpus", list)
+    monkeypatch.setattr(doctor, "gpu_names", list)
     assert doctor.check_gpu().status == "broken"
     smi.write_text("#!/bin/sh\nexit 9\n")
     assert doctor.check_gpu().status == "note"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from tests.support.parallel_launch import run_ranks
 
@@ -33,10 +34,12 @@ def stay(folder: Path) -> None:
     time.sleep(600)
 
 
+@pytest.mark.slow
 def test_a_rank_begins_with_the_trainer_imported_by_a_process_without_threads() -> None:
     assert run_ranks(describe, 1) == [{"loaded": True, "flashinfer": None, "threads": 1, "omp": "1"}]
 
 
+@pytest.mark.slow
 def test_a_rank_ends_with_tests_that_are_killed(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path; from tests import test_parallel_launch as module; "

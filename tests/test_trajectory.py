@@ -143,10 +143,10 @@ def test_routes_to_missing_or_repeated_experts_are_refused_with_their_place():
     assert "has dtype int64" in refusal(trajectory(routed_experts=routes(7).astype(np.int64)))
 
 
-def test_a_route_problem_is_told_without_refusing_the_trajectory():
-    assert trajectory().route_problem(LIMITS) is None
-    assert trajectory(routed_experts=None).route_problem(LIMITS) == "is missing"
-    assert trajectory(routed_experts=None, route_error="no rows").route_problem(LIMITS) == "no rows"
+def test_why_routes_are_unusable_is_told_without_refusing_the_trajectory():
+    assert trajectory().check_routes(LIMITS) is None
+    assert trajectory(routed_experts=None).check_routes(LIMITS) == "is missing"
+    assert trajectory(routed_experts=None, route_error="no rows").check_routes(LIMITS) == "no rows"
 
 
 def test_route_dtype_is_one_byte_up_to_256_experts():

@@ -1,66 +1,43 @@
 #!/usr/bin/env python3
 """Convert a Hugging Face folder to a Megatron torch_dist checkpoint of weights alone.
 
-Any layout can load it: Megatron-Core's dist_checkpointing, this package's trainer.weights_checkpoint.load_weights, and
-convert_megatron_to_hf.py. "megatron-fr train" starts from a Hugging Face folder (model.path) and does not read it, nor
-does resuming, which needs the optimizer's state too.
+Any layout can load it: a run with model.weights=OUT_DIR starts from it, and convert_megatron_to_hf.py converts it back.
+One process holds the whole model in memory, whatever the sizes. A model that is too large for that is split over ranks:
+
+    torchrun --nproc-per-node 4 tools/convert_hf_to_megatron.py HF_DIR OUT_DIR --tp 2 --pp 2
 
 OUT_DIR must be new or empty (but see --overwrite). It appears when it is complete; until then the files are in
-.NAME.tmp beside it, which a killed conversion leaves and the next one to OUT_DIR removes.
+.NAME.tmp beside it, which a killed conversion leaves and the next one to OUT_DIR removes. No GPU is used.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
+
+from megatron_fr.convert.report import report
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hf_dir", help="Hugging Face folder or hub name")
     parser.add_argument("out_dir", type=Path, help="checkpoint folder to write")
-    parser.add_argument(
-        "--tp",
-        type=int,
-        default=1,
-        help="tensor-parallel size to store for (default: 1); must divide the number of KV heads (they "
-        "are not repeated, so that a larger size is refused)",
-    )
-    parser.add_argument("--ep", type=int, default=1, help="expert-parallel size to store for (default: 1)")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline size to store for (default: 1)")
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=4,
-        help="that write files side by side (default: 4); where weights are cast, each holds a tensor in memory",
-    )
+    for name, what in (("tp", "KV heads"), ("ep", "experts"), ("pp", "layers")):
+        parser.add_argument(f"--{name}", type=int, default=1, help=f"size of the layout, a divisor of the {what} (1)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the folder's")
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace a model or checkpoint in OUT_DIR, and all else in there"
-    )
+    parser.add_argument("--verify", action="store_true", help="read OUT_DIR again and compare every bit with HF_DIR")
+    parser.add_argument("--overwrite", action="store_true", help="replace a result in OUT_DIR, and all else in there")
     arguments = parser.parse_args()
-    if arguments.threads < 1:
-        parser.error(f"--threads must be at least 1, not {arguments.threads}")
+    for name in ("tp", "ep", "pp"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name} must be at least 1, not {getattr(arguments, name)}")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-    import torch
+    from megatron_fr.convert.to_megatron import convert_hf_to_megatron
 
-    from megatron_fr.hf.progress import report
-    from megatron_fr.hf.to_megatron import convert_hf_to_megatron
-
-    return report(
-        lambda meter: convert_hf_to_megatron(
-            arguments.hf_dir,
-            arguments.out_dir,
-            tensor=arguments.tp,
-            expert=arguments.ep,
-            pipeline=arguments.pp,
-            dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
-            threads=arguments.threads,
-            overwrite=arguments.overwrite,
-            progress=meter,
-        )
-    )
+    return report(lambda: convert_hf_to_megatron(**vars(arguments)), arguments.verify)
 
 
 if __name__ == "__main__":

@@ -12,19 +12,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("dir", type=Path)
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
-    parser.add_argument(
-        "--no-sums",
-        action="store_true",
-        help="of a run's checkpoint compare sizes only; by default every file is read, to compare it with the SHA-256 "
-        "sum in manifest.json",
-    )
     arguments = parser.parse_args()
 
+    from megatron_fr.convert.inspect import inspect_folder
     from megatron_fr.errors import MegatronFRError
-    from megatron_fr.hf.inspect import inspect_folder
 
     try:
-        print(inspect_folder(arguments.dir, tensors=arguments.tensors, sums=not arguments.no_sums))
+        print(inspect_folder(arguments.dir, tensors=arguments.tensors))
     except MegatronFRError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

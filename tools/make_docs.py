@@ -13,12 +13,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from megatron_fr.config import RunConfig
+from megatron_fr.observe.catalogue import EVALUATION, METRICS
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from megatron_fr.config import RunConfig  # noqa: E402
-from megatron_fr.observe.catalogue import EVALUATION, METRICS  # noqa: E402
-
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _NOTE = "<!-- Made by tools/make_docs.py: do not edit. -->"
 

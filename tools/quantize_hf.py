@@ -27,8 +27,9 @@ def main() -> int:
     if arguments.limit < 1:
         parser.error(f"--limit must be at least 1, not {arguments.limit}")
 
+    from megatron_fr.convert.calibration import read_calibration
+    from megatron_fr.convert.quantize import quantize_hf
     from megatron_fr.errors import MegatronFRError
-    from megatron_fr.hf.quantize import quantize_hf, read_calibration
 
     try:
         sequences = read_calibration(arguments.calibration, arguments.hf_dir, limit=arguments.limit)

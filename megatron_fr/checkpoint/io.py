@@ -1,128 +1,92 @@
-"""Writing and reading one checkpoint folder with Megatron's ``dist_checkpointing`` (torch_dist), in the background.
+"""Writing and reading one checkpoint folder with ``torch.distributed.checkpoint``.
 
-The writing is Megatron's own asynchronous save: each rank forks a child that writes that rank's file from a snapshot
-of its memory (copy-on-write), while training goes on. Three changes: results come back through anonymous memory instead
-of a manager process, which would outlive a killed trainer; the child dies with its rank; and it brings what it wrote to
-the disk and takes the checksums for the manifest.
+A thread of each rank writes that rank's file from a copy in host memory while training goes on. Its collectives have a
+process group of their own. A thread ends with its process: a killed trainer leaves only an unfinished folder. The files
+are what Megatron calls ``torch_dist``.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import logging
-import os
-import pickle
-import queue
 import random
-import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+import torch.distributed.checkpoint as dcp
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from megatron_fr.checkpoint.manifest import Entry, describe
-from megatron_fr.checkpoint.state import (
-    OptimizerTarget,
-    adam_step,
-    model_state,
-    optimizer_state,
-    set_adam_step,
-)
-from megatron_fr.errors import CheckpointError
-from megatron_fr.trainer.policy import Policy
+from megatron_fr.checkpoint.state import Pieces, Trained, adam_step, local_pieces, set_adam_step
+from megatron_fr.errors import CheckpointError, ModelError
+from megatron_fr.runtime.collectives import from_rank_zero
 
-_PR_SET_PDEATHSIG = 1
+#: Ranks may finish their files this far apart.
+_WRITE_TIMEOUT = timedelta(days=1)
 _POLL_S = 0.5
-# Warnings of a format change and of an asynchronous writer that this package does not need.
-logging.getLogger("megatron.core.dist_checkpointing.strategies.torch").setLevel(logging.ERROR)
+#: Where Megatron looks for what is no tensor; here there is nothing of the kind.
+_COMMON = "common_state/shard_0_1"
 
 
 class BackgroundWriter:
-    """One checkpoint at a time on its way to disk. Every method is a collective."""
+    """Writes one checkpoint at a time. Every method is a collective."""
 
     def __init__(self) -> None:
-        self._calls = AsyncCallsQueue()
-        self._results = _ResultPipe()
+        self._group = dist.new_group(backend="gloo", timeout=_WRITE_TIMEOUT)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[dict[str, int]] | None = None
 
-    @property
-    def busy(self) -> bool:
-        """Whether a checkpoint was begun and not finished."""
-        return bool(self._calls.get_num_unfinalized_calls())
-
-    def begin(self, folder: Path, policy: Policy, others: Sequence[Path] = ()) -> dict[str, Any]:
-        """Snapshot the policy and start writing it to the existing ``folder``, which holds nothing of it.
-
-        Args:
-            others: further files of ``folder``, complete already, whose checksums this rank's child takes.
+    def begin(self, folder: Path, policy: Trained) -> dict[str, Any]:
+        """Copy the policy's state and start writing it to the existing ``folder``, which holds nothing of it.
 
         Returns:
             what belongs to this state and is no tensor, for :func:`read` to get back.
         """
-        model = model_state(policy.chunks)
-        state = {
-            "model": model,
-            "optimizer": optimizer_state(policy.step.optimizer, model),
-            "rng": ShardedObject("rng_state", _rng_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0),
-        }
-        # Megatron keeps the results' queue in a module variable and would start a manager process for it.
-        filesystem_async._results_queue = self._results = _ResultPipe()
-        request = dist_checkpointing.save(state, str(folder), async_sharded_save=True, async_strategy="mcore")
-        if request.async_fn is not None:
-            request = request._replace(
-                async_fn=partial(_in_child, os.getpid(), self._results, folder, others, request.async_fn)
-            )
-        self._calls.schedule_async_request(request)
+        state: dict[str, Any] = dict(local_pieces(policy.chunks, policy.step.optimizer, to_save=True))
+        for pieces in state.values():
+            pieces.boxes = {offset: box.to("cpu", copy=True) for offset, box in pieces.boxes.items()}
+        state[_rng_key(dist.get_rank(), dist.get_world_size())] = [_rng_state()]
+        self._writing = self._thread.submit(_write, folder, state, self._group)
         return {
             "adam_step": adam_step(policy.step.optimizer),
             "schedule_step": int(policy.step.schedule.num_steps),
             "layout": _layout(),
         }
 
-    def finished(self, *, wait: bool) -> bool:
-        """Whether the checkpoint that was begun is on the disk on every rank.
+    def finished(self, *, wait: bool) -> dict[str, int] | None:
+        """Look whether every rank has brought its files to the disk.
 
         Waiting is a series of short collectives: ranks may need longer than a collective may take.
 
+        Returns:
+            sizes of the files in bytes by name; None while one is being written.
+
         Raises:
-            CheckpointError: a rank could not write; every rank raises it, rank 0 with the reason.
+            CheckpointError: a rank could not write; every rank raises it with the reason.
         """
-        try:
-            pause_s = 0.01
-            while not (done := bool(self._calls.maybe_finalize_async_calls(blocking=False))) and wait and self.busy:
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _POLL_S)
-            return done
-        except Exception as error:  # CheckpointException (a BaseException of torch's) is handled below
+        assert self._writing is not None
+        while not from_rank_zero(partial(_is_done, self._writing, _POLL_S if wait else 0.0)):
+            if not wait:
+                return None
+        # On other ranks it comes with the last message of the first one.
+        if (error := self._writing.exception()) is not None:
             raise CheckpointError(_root_cause(error)) from error
-        except BaseException as error:
-            if type(error).__name__ != "CheckpointException":
-                raise
-            raise CheckpointError(_root_cause(error)) from error
-
-    def entries(self) -> dict[str, Entry]:
-        """The manifest's entries of all files that the ranks' children wrote or were given, once it is finished."""
-        found: list[dict[str, Entry]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(found, self._results.entries)
-        return {name: entry for part in found for name, entry in part.items()}
-
-    def abandon(self) -> None:
-        """Kill the writing, whatever its state. No collective."""
-        while self._calls.async_calls:
-            self._calls.async_calls.popleft().async_caller.close(abort=True)
+        return self._writing.result()
 
 
 @torch.no_grad()
-def read(folder: Path, policy: Policy, extra: dict[str, Any]) -> None:
+def read(folder: Path, policy: Trained, extra: Mapping[str, Any]) -> None:
     """Load what :class:`BackgroundWriter` wrote, in this run's layout. A collective.
 
     Random states are restored in the layout that they were saved in. In another one there is no rank that they belong
@@ -140,29 +104,21 @@ def read(folder: Path, policy: Policy, extra: dict[str, Any]) -> None:
             f"checkpoint {folder} is of an earlier version of this software: its record has no {missing[0]!r}; "
             "convert it with tools/convert_megatron_to_hf.py and start from that model with checkpoint.resume=never"
         )
-    model = model_state(policy.chunks)
-    target = OptimizerTarget(policy.step.optimizer, model)
-    state: dict[str, Any] = {"model": model, "optimizer": target.state}
     saved, now = extra["layout"], _layout()
-    shard = dist.get_rank() if saved == now else 0
-    state["rng"] = ShardedObject("rng_state", None, (saved["world_size"],), (shard,), replica_id=0)
-    try:
-        # A rank asks for the optimizer state of the parameters it updates, so not every tensor is asked for by the
-        # rank that is its main replica, which the check of integrity would demand.
-        loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
-    except Exception as error:
-        raise CheckpointError(f"checkpoint {folder} does not hold this model's state: {_root_cause(error)}") from error
-    for i, chunk in enumerate(policy.chunks):
-        chunk.load_state_dict(loaded["model"][f"chunk{i}"], strict=True)
-    target.take(loaded["optimizer"])
+    rng = _rng_key(dist.get_rank() if saved == now else 0, saved["world_size"])
+    state: dict[str, Any] = dict(local_pieces(policy.chunks, policy.step.optimizer, to_save=False))
+    state[rng] = None
+    if (reason := _read(folder, state)) is not None:
+        raise CheckpointError(f"checkpoint {folder} does not hold this model's state: {reason}")
     set_adam_step(policy.step.optimizer, extra["adam_step"])
     # Sets learning rate and weight decay of this step of this run's schedule, whose length may have changed.
     policy.step.schedule.num_steps = 0
     policy.step.schedule.step(extra["schedule_step"])
+    (rng_state,) = state[rng]
     if saved == now:
-        _set_rng_state(loaded["rng"])
+        _set_rng_state(rng_state)
         return
-    seed = _derived_seed(loaded["rng"])
+    seed = _derived_seed(rng_state)
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -176,78 +132,101 @@ def read(folder: Path, policy: Policy, extra: dict[str, Any]) -> None:
         )
 
 
-class _ResultPipe:
-    """A queue of one item from a forked child, in memory: it needs no disk, no process and no reader at the time.
+def save_weights(chunks: Sequence[torch.nn.Module], folder: str | Path) -> None:
+    """Write the weights of a live model, without optimizer, to the existing, empty ``folder``. A collective."""
+    _write(Path(folder), dict(local_pieces(chunks, to_save=True)), None)
 
-    Attributes:
-        entries: of the manifest; the child fills them, the parent has them once it has got the item.
+
+@torch.no_grad()
+def load_weights(chunks: Sequence[torch.nn.Module], folder: str | Path) -> None:
+    """Fill this rank's parameters from a checkpoint of any layout. A collective.
+
+    Raises:
+        ModelError: the checkpoint does not hold this model's weights.
     """
-
-    def __init__(self) -> None:
-        self._file = os.fdopen(os.memfd_create("checkpoint-results"), "r+b")
-        self._item: Any = None
-        self.entries: dict[str, Entry] = {}
-
-    def put(self, item: Any) -> None:
-        """Called in the child, by Megatron."""
-        self._item = item
-
-    def send(self) -> None:
-        """Called in the child, last."""
-        pickle.dump((self._item, self.entries), self._file)
-        self._file.flush()
-
-    def get_nowait(self) -> Any:
-        """Called by the parent once the child has ended; closes the queue."""
-        with self._file as file:
-            file.seek(0)
-            try:
-                item, self.entries = pickle.load(file)
-            except EOFError:
-                raise queue.Empty from None
-        return item
+    if (reason := _read(Path(folder), dict(local_pieces(chunks, to_save=False)))) is not None:
+        raise ModelError(f"checkpoint {folder} does not hold this model's weights: {reason}")
 
 
-def _in_child(
-    parent: int,
-    results: _ResultPipe,
-    folder: Path,
-    others: Sequence[Path],
-    write: Callable[..., None],
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):  # a stop request is for the trainer, which waits for this child
-        signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
+class _SavePlanner(dcp.DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return _look_up(self.state_dict, index)
 
-    def take_entry(path: Path) -> None:
-        results.entries[str(path.relative_to(folder))] = describe(path, sync=True)
 
-    writer: Any = filesystem_async.FileSystemWriterAsync
-    write_file = writer.write_preloaded_data
+class _LoadPlanner(dcp.DefaultLoadPlanner):
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
-    def write_or_raise(*given: Any, **named: Any) -> Any:
-        """Megatron turns the error that this returns into one about its type; raised, it keeps its words."""
-        result = write_file(*given, **named)
-        if result is not None and isinstance(result[1], Exception):
-            error: BaseException | None = result[1]
-            while error is not None and not isinstance(error, OSError):  # torch.save fails again on closing its archive
-                error = error.__cause__ or error.__context__
-            raise error or result[1]
-        take_entry(Path(named["write_bucket"][0]))
-        return result
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return _look_up(self.state_dict, index)
 
-    writer.write_preloaded_data = staticmethod(write_or_raise)  # in this child only
-    write(*args, **kwargs)
+
+def _look_up(state: Mapping[str, Any], index: MetadataIndex) -> Any:
+    value = state[index.fqn]
+    return value.boxes[index.offset] if isinstance(value, Pieces) else value
+
+
+class _Reader(dcp.FileSystemReader):
+    """Compares what it reads with the sums that torch stores and does not look at itself."""
+
+    def _slice_file(self, file: Any, sinfo: Any) -> Any:
+        data = BytesIO(super()._slice_file(file, sinfo).read(-1))
+        if ZipFile(data).testzip() is not None:
+            raise CheckpointError(f"{sinfo.relative_path} has another content than was written")
+        data.seek(0)
+        return data
+
+
+class _Writer(dcp.FileSystemWriter):
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):  # torch.save fails again on closing its archive
+                cause = cause.__cause__ or cause.__context__
+            raise cause or error from None  # what comes behind it does not reach the other ranks
+
+
+def _write(folder: Path, state: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, int]:
+    """Write this rank's file and bring it to the disk; sizes of all ranks' files in bytes by name."""
+    if dist.get_rank() == 0:
+        state = state | {_COMMON: [{}]}
+        save_config(CheckpointingConfig("torch_dist"), str(folder))
+    metadata: Metadata = dcp.save(
+        state,
+        storage_writer=_Writer(folder, per_thread_copy_ahead=0),
+        planner=_SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+        process_group=group,
+    )
+    sizes: dict[str, int] = {}
+    for stored in metadata.storage_data.values():
+        sizes[stored.relative_path] = max(sizes.get(stored.relative_path, 0), stored.offset + stored.length)
+    return sizes
+
+
+def _read(folder: Path, state: dict[str, Any]) -> str | None:
+    """Fill ``state`` in place; why that failed on some rank, the same answer on each."""
+    reason = None
     try:
-        for path in others:
-            take_entry(path)
-    except OSError as error:
-        results.put(error)
-    results.send()
+        dcp.load(
+            state,
+            storage_reader=_Reader(folder),
+            planner=_LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            no_dist=True,
+        )
+    except (Exception, CheckpointException) as error:
+        reason = _root_cause(error)
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    return next(filter(None, reasons), None)
+
+
+def _is_done(writing: Future[Any], within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while not writing.done() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return writing.done()
 
 
 def _layout() -> dict[str, int]:
@@ -260,6 +239,10 @@ def _layout() -> dict[str, int]:
         "ep": parallel_state.get_expert_model_parallel_world_size(),
         "etp": parallel_state.get_expert_tensor_parallel_world_size(),
     }
+
+
+def _rng_key(rank: int, world_size: int) -> str:
+    return f"rng_state/shard_{rank}_{world_size}"
 
 
 def _derived_seed(state: dict[str, Any]) -> int:
@@ -296,13 +279,10 @@ def _set_rng_state(state: dict[str, Any]) -> None:
 
 def _root_cause(error: BaseException) -> str:
     """The innermost reason in one line; torch's CheckpointException keeps one error a rank."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        rank, (inner, _trace) = sorted(failures.items())[0]
+    if failures := getattr(error, "failures", None):
+        rank, (inner, _trace) = min(failures.items())
         return f"rank {rank}: {_root_cause(inner)}"
     while error.__cause__ is not None:
         error = error.__cause__
     text = str(error).strip().splitlines()
-    if not text and failures is not None:
-        return "another rank could not write; see its log"
     return f"{type(error).__name__}: {text[0] if text else ''}"

@@ -1,36 +1,42 @@
-"""What a training checkpoint holds of the model and its optimizer, independent of the layout.
+"""What a checkpoint holds of a model and its optimizer, independent of the layout.
 
-Every entry is a Megatron ``ShardedTensor`` of a whole parameter's shape, so that any layout can load it:
+Every entry is one tensor of a whole parameter's shape, of which a rank holds boxes (:class:`Pieces`):
 
 - ``<parameter>``: the weight, in the model's dtype;
 - ``optimizer.state.exp_avg.<parameter>``, ``optimizer.state.exp_avg_sq.<parameter>``: Adam's moments, float32;
 - ``optimizer.state.fp32_param.<parameter>``: the float32 master copy of a bfloat16 model.
 
-Parameter names are those of Megatron's own sharded state dictionaries with one name a layer
-(``decoder.layers.3.self_attention.linear_qkv.weight``), gate and up apart, experts along a dimension of their own.
+Parameter names are those of Megatron's sharded state dictionaries with one name a layer
+(``decoder.layers.3.self_attention.linear_qkv.weight``). Gate and up are halves of the rows of ``linear_fc1``; experts
+lie along a first dimension of their own. Transformer Engine's ``_extra_state`` objects are left out, so that layers
+with and without it load each other's checkpoints.
 
-Why not the optimizers' ``sharded_state_dict``. With torch's AdamW (no Transformer Engine, as on a CPU) Megatron-Core
-0.19's distributed optimizer cannot make or load one: its ``init_state_fn`` leaves out AdamW's per-parameter ``step``,
-which ``state_dict`` then reads (``KeyError: 'step'``), and ``_set_main_param_and_optimizer_states`` wants to copy a
-``step`` that its own ``fully_reshardable`` format leaves out. Beyond that, parameter groups are saved per chained
-optimizer, and their number depends on the layout (experts get an optimizer of their own only where EP > 1), so that
-they do not match at another EP size (``Could not find parameter group``). Nothing of the groups is state here: the
-configuration and the schedule define them, and AdamW's step is one number for all parameters.
+A rank of the distributed optimizer owns a range of each flat parameter. Megatron-Core 0.19 refuses to save such ranges
+(``flattened_range is not supported``), so a range is saved as the boxes that make it up: whole rows, and parts of the
+first and the last row. Nothing is gathered.
+
+The optimizers' own ``sharded_state_dict`` does not work with torch's AdamW, whose ``step`` it leaves out. Its parameter
+groups do not match at another EP size. Groups are no state here: the configuration and the schedule define them, and
+AdamW's step is one number for all parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from megatron_fr.errors import CheckpointError
+from megatron_fr.models.spec import ModelSpec
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "param"  # as Megatron calls the float32 copy in memory
@@ -39,61 +45,112 @@ _SAVED_AS = {_MASTER: "fp32_param"}
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 Sharded = dict[str, Any]
+Shape = tuple[int, ...]
+
+
+class Stepped(Protocol):
+    """What takes optimizer steps."""
+
+    @property
+    def optimizer(self) -> Any:
+        """A ``MegatronOptimizer``."""
+
+    @property
+    def schedule(self) -> Any:
+        """An ``OptimizerParamScheduler``."""
+
+
+class Trained(Protocol):
+    """What a checkpoint saves of one rank; the trainer's ``Policy`` is one."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Of the model."""
+
+    @property
+    def source(self) -> Path:
+        """The Hugging Face folder that the model came from."""
+
+    @property
+    def chunks(self) -> Sequence[torch.nn.Module]:
+        """The rank's Megatron-Core model chunks."""
+
+    @property
+    def step(self) -> Stepped:
+        """Their optimizer and schedule."""
+
+
+class Pieces:
+    """This rank's boxes of one whole tensor, in the form that ``torch.distributed.checkpoint`` asks for.
+
+    Attributes:
+        shape: of the whole tensor.
+        boxes: tensors by the offset of their first element; views of live memory, or copies of it.
+    """
+
+    def __init__(self, shape: Shape, *, padded: bool) -> None:
+        self.shape = torch.Size(shape)
+        self.boxes: dict[torch.Size, torch.Tensor] = {}
+        if not padded:  # torch compares a size that it finds with the saved one
+            self.size = lambda: self.shape
+
+    def __create_write_items__(self, key: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                MetadataIndex(key, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(box), self.shape),
+            )
+            for chunk, box in zip(self.__create_chunk_list__(), self.boxes.values(), strict=True)
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offset, box.size()) for offset, box in self.boxes.items()]
 
 
 def model_state(chunks: Sequence[torch.nn.Module]) -> Sharded:
-    """The weights; their data are the live parameters."""
+    """The weights as Megatron's ``ShardedTensor`` entries by chunk and name; their data are the live parameters."""
     metadata = {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "non_homogeneous_layers": True,
     }
-    state = {f"chunk{i}": chunk.sharded_state_dict(prefix="", metadata=metadata) for i, chunk in enumerate(chunks)}
-    for entry in _entries(state):
+    state: Sharded = {}
+    for i, chunk in enumerate(chunks):
+        entries = chunk.sharded_state_dict(prefix="", metadata=metadata)
+        state[f"chunk{i}"] = {
+            name: entry for name, entry in entries.items() if isinstance(entry, ShardedTensor | ShardedTensorFactory)
+        }
+    for entry in nested_values(state):
         if isinstance(entry, ShardedTensor) and entry.key in _PADDED:
             entry.allow_shape_mismatch = True
     return state
 
 
-def optimizer_state(optimizer: Any, model: Sharded) -> Sharded:
-    """The optimizer's state for saving, gathered to the first data-parallel rank; empty on the others. A collective."""
-    by_param = _by_param(model)
-    state: Sharded = {}
-    for part in _parts(optimizer):
-        _fill_missing(part)
-        for param, tensors in _whole_tensors(part):
-            entry = by_param[id(param)]
-            state |= {f"{name}/{entry.key}/{len(state)}": _sharded(entry, name, t) for name, t in tensors.items()}
-    return state
-
-
-class OptimizerTarget:
-    """Where a checkpoint's optimizer state is loaded to: whole tensors first, then each rank takes its part.
+def local_pieces(
+    chunks: Sequence[torch.nn.Module], optimizer: Any | None = None, *, to_save: bool
+) -> dict[str, Pieces]:
+    """This rank's share of the weights, and of an optimizer's state, by name in the checkpoint.
 
     Args:
-        model: from :func:`model_state`, of the same model that ``optimizer`` updates.
+        optimizer: of Megatron-Core; parameters that it never updated get the state that their first update starts from.
+        to_save: leave out what another rank saves; otherwise all that this rank needs is there.
     """
-
-    def __init__(self, optimizer: Any, model: Sharded) -> None:
-        self.state: Sharded = {}
-        self._slots: list[tuple[str, torch.Tensor, slice, torch.Size]] = []
-        by_param = _by_param(model)
-        for part in _parts(optimizer):
-            _fill_missing(part)
-            for param, target, part_of_it in _local_states(part):
-                entry = by_param[id(param)]
-                for name, tensor in target.items():
-                    key = f"{name}/{entry.key}/{len(self.state)}"
-                    self.state[key] = _sharded(entry, name, torch.zeros(param.shape, dtype=tensor.dtype))
-                    self._slots.append((key, tensor, part_of_it, param.shape))
-
-    @torch.no_grad()
-    def take(self, loaded: Mapping[str, torch.Tensor]) -> None:
-        """Copy what was loaded into the optimizer."""
-        for key, tensor, part_of_it, shape in self._slots:
-            whole = loaded[key]
-            if whole.shape != shape:
-                raise CheckpointError(f"optimizer state {key}: shape {tuple(whole.shape)}, expected {tuple(shape)}")
-            tensor.copy_(whole.reshape(-1)[part_of_it].view_as(tensor))
+    found: dict[str, Pieces] = {}
+    by_param: dict[int, Any] = {}
+    for entry in nested_values(model_state(chunks)):
+        by_param[id(entry.data)] = entry
+        if not to_save or not any(entry.replica_id):
+            _add(found, "", entry, entry.data.detach(), 0)
+    for part in _parts(optimizer) if optimizer is not None else []:
+        _fill_missing(part)
+        # Data-parallel ranks, the last number of a replica's id, share the distributed optimizer's state out.
+        replica = slice(None, -1) if isinstance(part, DistributedOptimizer) else slice(None)
+        for param, tensors, start in _local_states(part):
+            entry = by_param[id(param)]
+            if not to_save or not any(entry.replica_id[replica]):
+                for name, tensor in tensors.items():
+                    _add(found, f"optimizer.state.{_SAVED_AS.get(name, name)}.", entry, tensor.detach(), start)
+    return found
 
 
 def adam_step(optimizer: Any) -> int:
@@ -122,6 +179,52 @@ def set_adam_step(optimizer: Any, step: int) -> None:
                 state["step"].fill_(step)
 
 
+def split_range(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
+    """Offset and shape of each box that elements ``start`` to ``stop`` of a row-major tensor fill, in their order."""
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield (start,) * len(shape), (stop - start,) * len(shape)
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # the whole rows
+    if first > last:  # a part of one row
+        yield from _within(last, shape, start, stop)
+        return
+    if start < first * row:
+        yield from _within(first - 1, shape, start, first * row)
+    if first < last:
+        yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
+    if last * row < stop:
+        yield from _within(last, shape, last * row, stop)
+
+
+def _within(index: int, shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
+    begin = index * math.prod(shape[1:])
+    for offset, size in split_range(shape[1:], start - begin, stop - begin):
+        yield (index, *offset), (1, *size)
+
+
+def _add(found: dict[str, Pieces], prefix: str, entry: Any, tensor: torch.Tensor, start: int) -> None:
+    """Add the boxes of ``tensor``, which is the flat parameter of ``entry`` from element ``start`` on."""
+    flat = tensor.view(-1)
+    for shard in nested_values([entry.build()]) if isinstance(entry, ShardedTensorFactory) else [entry]:
+        begin = shard.data.storage_offset() - entry.data.storage_offset()
+        assert shard.data.is_contiguous(), shard.key
+        assert shard.data.untyped_storage().data_ptr() == entry.data.untyped_storage().data_ptr(), shard.key
+        lead = shard.prepend_axis_num
+        pieces = found.setdefault(
+            prefix + shard.key, Pieces(shard.global_shape, padded=shard.allow_shape_mismatch)
+        ).boxes
+        at = max(start - begin, 0)
+        for offset, size in split_range(shard.local_shape, at, min(start + flat.numel() - begin, shard.data.numel())):
+            place = torch.Size(a + b for a, b in zip(shard.global_offset, (*[0] * lead, *offset), strict=True))
+            assert place not in pieces, (shard.key, place)
+            first = begin + at - start
+            pieces[place] = flat[first : first + math.prod(size)].view(*[1] * lead, *size)
+            at += math.prod(size)
+
+
 def _parts(optimizer: Any) -> list[Any]:
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in chained if not getattr(part, "is_stub_optimizer", False)]
@@ -138,29 +241,14 @@ def _fill_missing(part: Any) -> None:
                 state |= {name: torch.zeros_like(param) for name in _MOMENTS}
 
 
-def _whole_tensors(part: Any) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
-    """Every parameter of this rank's model shard with its whole state, on data-parallel rank 0."""
-    if not isinstance(part, DistributedOptimizer):
-        yield from ((param, state) for param, state, _ in _local_states(part))
-        return
-    gathered = part.get_parameter_state_dp_zero(use_gloo_comm=part.data_parallel_group_gloo is not None)
-    if gathered is None:
-        return
-    names = _names(part)
-    for index, buffer in enumerate(part.buffers):
-        (world,) = gathered[index].values()
-        for param, (start, end, _) in buffer.param_index_map.items():
-            yield param, {name: world[name][start:end].view(param.shape) for name in names}
-
-
-def _local_states(part: Any) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor], slice]]:
-    """``(parameter, its state tensors on this rank, which part of the flat parameter they are)``."""
-    names = _names(part)
+def _local_states(part: Any) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor], int]]:
+    """``(parameter, its state tensors on this rank, their first element in the flat parameter)``."""
+    # The master copy is a tensor of its own only beside bfloat16 weights.
+    names = (*_MOMENTS, _MASTER) if part.config.bf16 else _MOMENTS
     if isinstance(part, DistributedOptimizer):
         for param, (group, order) in part.model_param_group_index_map.items():
             main = part.optimizer.param_groups[group]["params"][order]
-            own = part._get_model_param_range_map(param)["param"]
-            yield param, _tensors(part, main, names), slice(own.start, own.end)
+            yield param, _tensors(part, main, names), part._get_model_param_range_map(param)["param"].start
         return
     if hasattr(part, "float16_groups"):
         pairs = [
@@ -171,31 +259,9 @@ def _local_states(part: Any) -> Iterator[tuple[torch.nn.Parameter, dict[str, tor
     else:
         pairs = [(p, p) for group in part.optimizer.param_groups for p in group["params"]]
     for param, main in pairs:
-        yield param, _tensors(part, main, names if main is not param else _MOMENTS), slice(None)
+        yield param, _tensors(part, main, names if main is not param else _MOMENTS), 0
 
 
 def _tensors(part: Any, main: torch.Tensor, names: Sequence[str]) -> dict[str, torch.Tensor]:
     state = part.optimizer.state[main]
-    return {name: main.detach() if name == _MASTER else state[name] for name in names}
-
-
-def _names(part: Any) -> tuple[str, ...]:
-    """The master copy is a tensor of its own only beside bfloat16 weights."""
-    return (*_MOMENTS, _MASTER) if part.config.bf16 else _MOMENTS
-
-
-def _sharded(entry: Any, name: str, data: torch.Tensor) -> Any:
-    changes: dict[str, Any] = {"key": f"optimizer.state.{_SAVED_AS.get(name, name)}.{entry.key}", "data": data}
-    if isinstance(entry, ShardedTensor):
-        changes["dtype"] = data.dtype
-    return replace(entry, **changes)
-
-
-def _by_param(model: Sharded) -> dict[int, Any]:
-    return {id(entry.data): entry for entry in _entries(model)}
-
-
-def _entries(state: Sharded) -> Iterator[Any]:
-    for value in nested_values(state):
-        if isinstance(value, ShardedTensor | ShardedTensorFactory):
-            yield value
+    return {name: main if name == _MASTER else state[name] for name in names}

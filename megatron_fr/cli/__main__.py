@@ -18,17 +18,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, purpose in (
         ("train", "train on this machine: engines, rollout service and trainer ranks"),
         ("eval", "evaluate model.path on the held-out prompts and print the result as JSON"),
+        ("plan", "print the memory of each GPU in each layout"),
     ):
         command = commands.add_parser(name, help=purpose, description=purpose)
         command.add_argument("--config", required=True, help="YAML file of the run")
         command.add_argument("overrides", nargs="*", help="section.field=value")
-    plan = commands.add_parser("plan", help="memory of each GPU in each layout")
-    plan.add_argument("--config", required=True, help="YAML file of the run")
-    plan.add_argument(
-        "--gpus", type=int, help="of the trainer: list every legal layout (default: the file's own layout)"
-    )
-    plan.add_argument("--gpu-memory", type=float, default=80, help="of one GPU, 10^9 bytes (default: 80)")
-    plan.add_argument("overrides", nargs="*", help="section.field=value")
+    # The last one is the plan's.
+    command.add_argument("--gpus", type=int, help="trainer GPUs: list every legal layout (default: the file's own)")
+    command.add_argument("--gpu-memory", type=float, default=80, help="memory of one GPU in 10^9 bytes (default: 80)")
     report = commands.add_parser("report", help="summarise a run and redraw its picture")
     report.add_argument("run_dir", help="the run's output folder")
     commands.add_parser("doctor", help="check this machine and environment")

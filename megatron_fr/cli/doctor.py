@@ -1,4 +1,4 @@
-"""``megatron-fr doctor``: finds what is wrong with an installation or a machine before a job does."""
+"""``megatron-fr doctor``: checks an installation and its machine."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Status = Literal["ok", "note", "warning", "broken"]
 
 CONSTRAINTS = Path(__file__).resolve().parents[2] / "launch" / "constraints.txt"
 
-#: Nothing works without these; of the other pins only the version is compared.
+#: Packages that must be installed; for the other pins only versions are compared.
 REQUIRED = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "pydantic", "aiohttp", "httpx")
 
-_IMPORT_TIMEOUT_S = 180
+IMPORT_TIMEOUT_S = 180
 _MEMORY_GB, _DISK_GB = 8, 15
 
 _IMPORT_MEGATRON = """
@@ -34,12 +34,7 @@ prepare_process(resolve_device("auto"))
 import megatron.core, megatron.core.transformer.attention
 print(megatron.core.__version__)
 """
-
-_IMPORT_SGLANG = """
-from sglang.srt.platforms import current_platform
-print(current_platform.device_type)
-"""
-
+_IMPORT_SGLANG = "from sglang.srt.platforms import current_platform; print(current_platform.device_type)"
 _CUT_OFF_NETWORK = """
 import os
 try:
@@ -59,22 +54,19 @@ class Finding:
 
 
 def run() -> int:
-    """Check everything and print a table.
-
-    Returns:
-        The exit code: 1 when something is broken, else 0.
-    """
-    findings = []
+    """Print a line for each check; returns the exit code, 1 when something is broken."""
+    broken = []
     for check in CHECKS:
-        findings.append(check())
-        print(_row(findings[-1]), flush=True)  # at once: the imports take a while
-    broken = [finding.name for finding in findings if finding.status == "broken"]
+        finding = check()
+        print(f"{finding.name:<16} {finding.status:<8} {finding.detail}", flush=True)
+        if finding.status == "broken":
+            broken.append(finding.name)
     print(f"broken: {', '.join(broken)}" if broken else "ready")
     return 1 if broken else 0
 
 
 def check_python() -> Finding:
-    """The interpreter's version."""
+    """Check the interpreter's version."""
     detail = f"{platform.python_version()}, {sys.executable}"
     if sys.version_info[:2] != (3, 12):
         return Finding("python", "warning", f"{detail}; everything is tested on 3.12: use launch/env.sh")
@@ -82,7 +74,7 @@ def check_python() -> Finding:
 
 
 def check_packages(constraints: Path = CONSTRAINTS) -> Finding:
-    """Installed versions against the pins, where the checkout's pins are at hand."""
+    """Compare installed versions with the checkout's pins."""
     missing = [name for name in REQUIRED if _version(name) is None]
     if missing:
         return Finding("packages", "broken", f"not installed: {', '.join(missing)}; run launch/env.sh")
@@ -92,35 +84,31 @@ def check_packages(constraints: Path = CONSTRAINTS) -> Finding:
     versions = {name: _version(name) for name in pins}
     other = [f"{n} {v} (pinned {pins[n]})" for n, v in versions.items() if v is not None and v != pins[n]]
     absent = [name for name, version in versions.items() if version is None]
-    if not other and not absent:
+    found = [f"{len(names)} {what}: {_some(names)}" for names, what in ((other, "differ"), (absent, "absent")) if names]
+    if not found:
         return Finding("packages", "ok", f"all {len(pins)} as pinned")
-    parts = [f"{len(other)} differ: {_some(other)}"] if other else []
-    parts += [f"{len(absent)} absent: {_some(absent)}"] if absent else []
-    return Finding("packages", "warning", "; ".join(parts))
+    return Finding("packages", "warning", "; ".join(found))
 
 
 def check_megatron() -> Finding:
-    """Megatron-Core's attention imports, which a wheel without its driver can prevent."""
-    return _python("megatron-core", _IMPORT_MEGATRON, "attention imports, version {}")
+    """Import Megatron-Core's attention, which fails where a wheel misses its driver."""
+    return try_import("megatron-core", _IMPORT_MEGATRON, "attention imports, version {}")
 
 
 def check_sglang_plugin() -> Finding:
-    """The CPU platform of this project is registered with SGLang and takes effect where it should."""
-    points = importlib.metadata.entry_points(group="sglang.srt.platforms")
-    if PLATFORM_NAME not in points.names:
-        return Finding(
-            "sglang platform", "broken", f"no entry point {PLATFORM_NAME!r}; install this project (launch/env.sh)"
-        )
-    hooks = importlib.metadata.entry_points(group="sglang.srt.plugins")
-    if f"{PLATFORM_NAME}_hooks" not in hooks.names:
-        return Finding("sglang platform", "broken", "the plugin's hooks are not registered; reinstall this project")
-    environment = {} if _gpus() else {"SGLANG_PLATFORM": PLATFORM_NAME, "CUDA_VISIBLE_DEVICES": ""}
-    return _python("sglang platform", _IMPORT_SGLANG, "plugin found, SGLang runs on {}", environment)
+    """Check that SGLang finds this project's CPU platform and its hooks, and loads a platform."""
+    for group, name in (("platforms", PLATFORM_NAME), ("plugins", f"{PLATFORM_NAME}_hooks")):
+        if name not in importlib.metadata.entry_points(group=f"sglang.srt.{group}").names:
+            return Finding(
+                "sglang platform", "broken", f"no entry point {name!r}; install this project (launch/env.sh)"
+            )
+    environment = {} if gpu_names() else {"SGLANG_PLATFORM": PLATFORM_NAME, "CUDA_VISIBLE_DEVICES": ""}
+    return try_import("sglang platform", _IMPORT_SGLANG, "plugin found, SGLang runs on {}", environment)
 
 
 def check_gpu() -> Finding:
-    """What torch sees, and whether the driver sees more."""
-    gpus = _gpus()
+    """Check that torch sees the GPUs that the driver sees."""
+    gpus = gpu_names()
     if gpus:
         if importlib.metadata.packages_distributions().get("transformer_engine") is None:
             return Finding("gpu", "warning", f"{_some(gpus)}; no Transformer Engine: run launch/env.sh --gpu")
@@ -131,7 +119,7 @@ def check_gpu() -> Finding:
 
 
 def check_memory(available: int | None = None) -> Finding:
-    """Free memory; an engine and a trainer of the tiny model take about 6 GB."""
+    """Check free memory; an engine and a trainer of the tiny model take about 6 GB."""
     gigabytes = (psutil.virtual_memory().available if available is None else available) / 1e9
     detail = f"{gigabytes:.0f} GB free"
     if gigabytes < _MEMORY_GB:
@@ -140,7 +128,7 @@ def check_memory(available: int | None = None) -> Finding:
 
 
 def check_disk(folder: Path | None = None, free: int | None = None) -> Finding:
-    """Free disk where a run would write."""
+    """Check free disk space where a run would write."""
     folder = folder or Path.cwd()
     gigabytes = (shutil.disk_usage(folder).free if free is None else free) / 1e9
     detail = f"{gigabytes:.0f} GB free at {folder}"
@@ -152,7 +140,7 @@ def check_disk(folder: Path | None = None, free: int | None = None) -> Finding:
 
 
 def check_loopback() -> Finding:
-    """A server can bind to 127.0.0.1 and be reached there."""
+    """Check that a server on 127.0.0.1 can be reached."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()
@@ -162,18 +150,15 @@ def check_loopback() -> Finding:
 
 
 def check_sandbox() -> Finding:
-    """Tools can be cut off from the network."""
-    result = subprocess.run([sys.executable, "-c", _CUT_OFF_NETWORK], capture_output=True)
-    if result.returncode:
-        return Finding(
-            "tool sandbox", "warning",
-            "no network namespaces here: tools are refused unless agent.tool.require_network_isolation=false",
-        )  # fmt: skip
+    """Check that tools can be cut off from the network."""
+    if subprocess.run([sys.executable, "-c", _CUT_OFF_NETWORK], capture_output=True).returncode:
+        remedy = "tools are refused unless agent.tool.require_network_isolation=false"
+        return Finding("tool sandbox", "warning", f"no network namespaces here: {remedy}")
     return Finding("tool sandbox", "ok", "tools can be cut off from the network")
 
 
 def check_slurm() -> Finding:
-    """Whether jobs can be submitted from here."""
+    """Check that Slurm jobs can be submitted from here."""
     sbatch = shutil.which("sbatch")
     if sbatch is None:
         return Finding("slurm", "note", "no sbatch here: runs stay on this machine")
@@ -192,21 +177,22 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 )  # fmt: skip
 
 
-def _python(name: str, code: str, good: str, environment: dict[str, str] | None = None) -> Finding:
-    """Run code in a fresh interpreter, as a trainer or engine would; its last output line fills ``good``."""
+def try_import(
+    name: str, code: str, good: str, environment: dict[str, str] | None = None, timeout_s: float = IMPORT_TIMEOUT_S
+) -> Finding:
+    """Run code in a new interpreter; its last output line fills ``good``."""
+    env = {**os.environ, **(environment or {})}
+    command = [sys.executable, "-c", code]
     try:
-        result = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, env={**os.environ, **(environment or {})},
-        )  # fmt: skip
+        result = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=env)
     except subprocess.TimeoutExpired:
-        return Finding(name, "broken", f"the import took more than {_IMPORT_TIMEOUT_S} s; is the disk that slow?")
+        return Finding(name, "broken", f"the import took more than {timeout_s} s; is the disk that slow?")
     if result.returncode:
         return Finding(name, "broken", _last_line(result.stderr) or f"the import died with code {result.returncode}")
     return Finding(name, "ok", good.format(_last_line(result.stdout)))
 
 
-def _gpus() -> list[str]:
+def gpu_names() -> list[str]:
     import torch
 
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -227,7 +213,3 @@ def _some(items: list[str], limit: int = 4) -> str:
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
-
-
-def _row(finding: Finding) -> str:
-    return f"{finding.name:<16} {finding.status:<8} {finding.detail}"

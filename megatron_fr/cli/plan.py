@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -20,12 +19,11 @@ from megatron_fr.config import RunConfig
 from megatron_fr.config.sections import ParallelConfig
 from megatron_fr.errors import ConfigError
 from megatron_fr.hf.export import hf_tensor_specs
-from megatron_fr.hf.folder import read_hf_config
-from megatron_fr.models.common import EMBEDDING, FINAL_NORM, HEAD
-from megatron_fr.models.dims import Dims
-from megatron_fr.models.mappings import Rule
-from megatron_fr.models.registry import family_of, is_tied
-from megatron_fr.models.supported import check_layout, check_model, uses_sequence_parallel
+from megatron_fr.hf.folder import read_spec
+from megatron_fr.models.layouts import check_aux_loss, check_layout, uses_sequence_parallel
+from megatron_fr.models.mappings import Buffer, WeightMapping
+from megatron_fr.models.sizes import Sizes
+from megatron_fr.models.spec import EMBEDDING, FINAL_NORM, HEAD, ModelSpec
 from megatron_fr.trainer.data.packing import plan_micro_batches
 from megatron_fr.trajectory import route_dtype
 
@@ -64,42 +62,43 @@ class RankMemory:
         return self.weights + self.gradients + self.optimizer + self.activations + self.head + self.batch
 
 
-def count_parameters(hf_config: Any, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
+def count_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
     """Parameters of a rank of pipeline stage ``stage``: ``(all but experts, experts)``, vocabulary padding included."""
-    dims, family = Dims.from_hf(hf_config), family_of(hf_config)
 
-    def size(rule: Rule) -> int:
-        ranks = parallel.etp if rule.per_expert else parallel.tp
-        meta = [torch.empty(shape, device="meta") for shape in rule.hf_shapes(dims)]
-        return rule.shard(meta, dims, 0, ranks).numel()
+    def size(mapping: WeightMapping) -> int:
+        ranks = parallel.etp if mapping.per_expert else parallel.tp
+        if isinstance(mapping, Buffer):
+            return 0
+        meta = [torch.empty(shape, device="meta") for shape in mapping.hf_shapes(spec)]
+        return mapping.shard(meta, spec, 0, ranks).numel()
 
     kinds = {}
-    for moe, mlp_rules in ((False, family.dense_rules), (True, family.moe_rules)):
-        rules = family.layer_rules + mlp_rules
-        experts = sum(size(rule) for rule in rules if rule.per_expert) * dims.experts // parallel.ep
-        kinds[moe] = sum(size(rule) for rule in rules if not rule.per_expert), experts
-    layers = [kinds[layer in dims.moe_layers] for layer in stage_layers(dims, parallel, stage)]
+    for moe, mlp in ((False, spec.dense_mlp), (True, spec.moe_mlp)):
+        weights = spec.attention + mlp
+        experts = sum(size(mapping) for mapping in weights if mapping.per_expert) * spec.experts // parallel.ep
+        kinds[moe] = sum(size(mapping) for mapping in weights if not mapping.per_expert), experts
+    layers = [kinds[layer in spec.moe_layers] for layer in stage_layers(spec, parallel, stage)]
     dense, experts = sum(layer[0] for layer in layers), sum(layer[1] for layer in layers)
 
     first, last = stage == 0, stage == parallel.pp - 1
     if first:
-        dense += sum(size(rule) for rule in EMBEDDING)
+        dense += size(EMBEDDING)
     if last:
-        dense += sum(size(rule) for rule in FINAL_NORM)
-        if not is_tied(hf_config):
+        dense += size(FINAL_NORM)
+        if not spec.tie:
             dense += size(HEAD)
         elif not first:  # a copy of the embedding that is the head, too
-            dense += sum(size(rule) for rule in EMBEDDING)
+            dense += size(EMBEDDING)
     return dense, experts
 
 
-def stage_layers(dims: Dims, parallel: ParallelConfig, stage: int) -> list[int]:
+def stage_layers(sizes: Sizes, parallel: ParallelConfig, stage: int) -> list[int]:
     """The layers, from 0, of pipeline stage ``stage``: stages take turns, once for each virtual one."""
-    each = dims.layers // (parallel.pp * parallel.vpp)
-    return [layer for layer in range(dims.layers) if layer // each % parallel.pp == stage]
+    each = sizes.layers // (parallel.pp * parallel.vpp)
+    return [layer for layer in range(sizes.layers) if layer // each % parallel.pp == stage]
 
 
-def rank_memory(hf_config: Any, config: RunConfig, parallel: ParallelConfig) -> RankMemory:
+def rank_memory(spec: ModelSpec, config: RunConfig, parallel: ParallelConfig) -> RankMemory:
     """The memory of the most loaded rank in one layout."""
     width = _DTYPE_BYTES[config.model.dtype]
     state = 12 if config.model.dtype == "bfloat16" else 8
@@ -108,7 +107,7 @@ def rank_memory(hf_config: Any, config: RunConfig, parallel: ParallelConfig) -> 
     expert_shard = expert_data if parallel.distributed_optimizer else 1
     stages = []
     for stage in range(parallel.pp):
-        dense, experts = count_parameters(hf_config, parallel, stage)
+        dense, experts = count_parameters(spec, parallel, stage)
         stages.append(
             RankMemory(
                 parallel=parallel,
@@ -117,15 +116,15 @@ def rank_memory(hf_config: Any, config: RunConfig, parallel: ParallelConfig) -> 
                 weights=(dense + experts) * width,
                 gradients=(dense + experts) * 4,
                 optimizer=-(-dense // shard) * state + -(-experts // expert_shard) * state,
-                activations=activation_bytes(hf_config, config, parallel, stage),
-                head=head_bytes(hf_config, config, parallel) if stage == parallel.pp - 1 else 0,
-                batch=batch_bytes(hf_config, config, parallel, stage),
+                activations=activation_bytes(spec, config, parallel, stage),
+                head=head_bytes(spec, config, parallel) if stage == parallel.pp - 1 else 0,
+                batch=batch_bytes(spec, config, parallel, stage),
             )
         )
     return max(stages, key=lambda memory: memory.total)
 
 
-def activation_bytes(hf_config: Any, config: RunConfig, parallel: ParallelConfig, stage: int) -> int:
+def activation_bytes(spec: ModelSpec, config: RunConfig, parallel: ParallelConfig, stage: int) -> int:
     """What the layers of pipeline stage ``stage`` keep for their backward, in bytes.
 
     A layer keeps, in the model's dtype, for each token of a micro-batch: the output of the projection to queries, keys
@@ -140,17 +139,18 @@ def activation_bytes(hf_config: Any, config: RunConfig, parallel: ParallelConfig
     ``2 (PP - 1 - s) + (VPP - 1) PP + 1`` of one ``VPP``-th of the stage's layers; never more than there are. With
     ``recompute=full`` those in flight keep only each layer's input, and one layer at a time is whole.
     """
-    dims, width = Dims.from_hf(hf_config), _DTYPE_BYTES[config.model.dtype]
+    width = _DTYPE_BYTES[config.model.dtype]
     batches = _micro_batches(config, parallel)
-    sequence = parallel.tp if uses_sequence_parallel(hf_config, parallel) else 1
-    layers = stage_layers(dims, parallel, stage)
-    each, moe = len(layers), sum(layer in dims.moe_layers for layer in layers)
-    queries = 4 if family_of(hf_config).qk_norm else 3
-    attention = (dims.q_size * queries + dims.kv_size * 3) / parallel.tp + 4 * dims.hidden / sequence
-    copy, inner = dims.hidden / sequence, dims.ffn / parallel.tp
+    sequence = parallel.tp if uses_sequence_parallel(spec, parallel) else 1
+    layers = stage_layers(spec, parallel, stage)
+    each, moe = len(layers), sum(layer in spec.moe_layers for layer in layers)
+    queries = 4 if spec.qk_norm else 3
+    attention = (spec.q_size * queries + spec.kv_size * 3) / parallel.tp + 4 * spec.hidden / sequence
+    copy, inner = spec.hidden / sequence, spec.ffn / parallel.tp
     dense, dense_work = attention + 3 * inner, inner + copy
-    copies, inner = dims.top_k * copy * parallel.etp, dims.top_k * dims.moe_ffn / sequence
-    routed, routed_work = attention + copies + 3 * inner, inner + copies
+    copies, inner = spec.top_k * copy * parallel.etp, spec.top_k * spec.moe_ffn / sequence
+    shared = spec.shared_ffn / parallel.tp
+    routed, routed_work = attention + copies + 3 * (inner + shared), inner + copies + shared
     work = max(dense_work if moe < each else 0, routed_work if moe else 0)
     virtual = parallel.vpp
     chunks = parallel.pp - stage
@@ -159,13 +159,13 @@ def activation_bytes(hf_config: Any, config: RunConfig, parallel: ParallelConfig
     in_flight = min(chunks, batches.number * virtual) / virtual
     if config.train.recompute == "full":
         one_layer = max(dense if moe < each else 0, routed if moe else 0)
-        per_token = each * dims.hidden / sequence * in_flight + one_layer + work
+        per_token = each * spec.hidden / sequence * in_flight + one_layer + work
     else:
         per_token = ((each - moe) * dense + moe * routed) * in_flight + work
     return int(per_token * (batches.tokens // parallel.cp) * width)
 
 
-def head_bytes(hf_config: Any, config: RunConfig, parallel: ParallelConfig) -> int:
+def head_bytes(spec: ModelSpec, config: RunConfig, parallel: ParallelConfig) -> int:
     """What the head holds at its peak, in its backward, on a rank of the last pipeline stage; in bytes.
 
     Only action tokens go through the head, ``N`` of them: at most ``max_new_tokens`` of each trajectory, which in the
@@ -180,32 +180,31 @@ def head_bytes(hf_config: Any, config: RunConfig, parallel: ParallelConfig) -> i
 
     One micro-batch: the last stage runs a micro-batch's backward right after its forward.
     """
-    dims, width = Dims.from_hf(hf_config), _DTYPE_BYTES[config.model.dtype]
+    width = _DTYPE_BYTES[config.model.dtype]
     batches = _micro_batches(config, parallel)
     actions = min(batches.rows * config.rollout.max_new_tokens, batches.tokens // parallel.cp)
-    rows = dims.padded_vocab(parallel.tp) // parallel.tp
+    rows = spec.padded_vocab(parallel.tp) // parallel.tp
     keep = config.train.logprob_mode == "keep"
     logits = (actions if keep else min(actions, config.train.logprob_chunk_tokens)) * rows
-    hidden = actions * dims.hidden * (2 * width if keep else width + 4)
-    return logits * width + hidden + rows * dims.hidden * width + min(logits, SCRATCH) * 4
+    hidden = actions * spec.hidden * (2 * width if keep else width + 4)
+    return logits * width + hidden + rows * spec.hidden * width + min(logits, SCRATCH) * 4
 
 
-def batch_bytes(hf_config: Any, config: RunConfig, parallel: ParallelConfig, stage: int) -> int:
+def batch_bytes(spec: ModelSpec, config: RunConfig, parallel: ParallelConfig, stage: int) -> int:
     """An update's trajectories on one rank of pipeline stage ``stage``, all of full length; in bytes.
 
     They are on the device for the whole update: ids, targets and positions in int64, masks, log-probabilities and
     versions, and for routing replay each token's experts in the stage's layers, a byte each up to 256 experts.
     """
-    dims = Dims.from_hf(hf_config)
     tokens = _share(config, parallel) * config.rollout.max_context // parallel.cp
     token = 3 * 8 + 2 * 1 + 2 * 4
     if config.train.max_tokens_per_micro_batch is not None:
         token += 8 + 1  # where each trajectory's tokens are
     routes = 0
-    if config.train.routing_replay == "rollout" and dims.moe_layers:
-        layers = len(set(dims.moe_layers) & set(stage_layers(dims, parallel, stage)))
-        routes = route_dtype(dims.experts).itemsize * layers * dims.top_k + 2 * 1
-    sequence = parallel.tp if uses_sequence_parallel(hf_config, parallel) else 1
+    if config.train.routing_replay == "rollout" and spec.moe:
+        layers = len(set(spec.moe_layers) & set(stage_layers(spec, parallel, stage)))
+        routes = route_dtype(spec.experts).itemsize * layers * spec.top_k + 2 * 1
+    sequence = parallel.tp if uses_sequence_parallel(spec, parallel) else 1
     return tokens * token + tokens // sequence * routes
 
 
@@ -249,7 +248,7 @@ def _share(config: RunConfig, parallel: ParallelConfig) -> int:
     return -(-config.train.batch_size // parallel.dp)
 
 
-def legal_layouts(hf_config: Any, config: RunConfig, world_size: int) -> list[ParallelConfig]:
+def legal_layouts(spec: ModelSpec, config: RunConfig, world_size: int) -> list[ParallelConfig]:
     """Every TP, EP, PP and CP in which the trainer would run on ``world_size`` ranks; the rest of ``parallel`` stays.
 
     Raises:
@@ -263,7 +262,7 @@ def legal_layouts(hf_config: Any, config: RunConfig, world_size: int) -> list[Pa
             parallel = ParallelConfig.model_validate(
                 config.parallel.model_dump() | {"world_size": world_size} | changes
             )
-            check_layout(hf_config, parallel)
+            check_layout(spec, parallel)
             RunConfig.model_validate(dict(config) | {"parallel": parallel})
         except ValidationError as error:
             refusals.append(error.errors()[0]["msg"].removeprefix("Value error, "))
@@ -288,15 +287,15 @@ def render(config: RunConfig, gpus: int | None, gpu_memory_gb: float) -> str:
         ConfigError: the trainer would refuse the layout, or there is no legal one.
         ModelError: the model folder cannot be read, or the trainer cannot build the model.
     """
-    hf_config = read_hf_config(config.model.path)
-    check_model(hf_config, config.train.moe_aux_loss_coeff)
-    dims, width = Dims.from_hf(hf_config), _DTYPE_BYTES[config.model.dtype]
+    spec = read_spec(config.model.path)
+    check_aux_loss(spec, config.train.moe_aux_loss_coeff)
+    width = _DTYPE_BYTES[config.model.dtype]
     if gpus is None:
-        check_layout(hf_config, config.parallel)
-    layouts = [config.parallel] if gpus is None else legal_layouts(hf_config, config, gpus)
-    specs = hf_tensor_specs(hf_config, torch.bfloat16 if width == 2 else torch.float32)
-    sync = sum(spec.num_bytes for spec in specs)
-    token = 2 * dims.layers * dims.kv_size * width // min(config.rollout.engine_tp, dims.kv_heads)
+        check_layout(spec, config.parallel)
+    layouts = [config.parallel] if gpus is None else legal_layouts(spec, config, gpus)
+    tensors = hf_tensor_specs(spec, torch.bfloat16 if width == 2 else torch.float32)
+    sync = sum(tensor.num_bytes for tensor in tensors)
+    token = 2 * spec.layers * spec.kv_size * width // min(config.rollout.engine_tp, spec.kv_heads)
     contexts = -(-config.rollout.max_concurrent_trajectories // config.rollout.engines) * config.rollout.max_context
     engine_weights = sync / config.rollout.engine_tp
     usable = gpu_memory_gb * USABLE * 1e9
@@ -307,7 +306,7 @@ def render(config: RunConfig, gpus: int | None, gpu_memory_gb: float) -> str:
     else:
         engine = "fits"
     lines = [
-        f"{hf_config.architectures[0]}: {sync // width:,} parameters, {config.model.dtype}",
+        f"{spec.architecture}: {sync // width:,} parameters, {config.model.dtype}",
         f"weight sync: {sync / 1e9:.2f} GB an update to each engine",
         f"engine GPU: weights {engine_weights / 1e9:.2f} GB, KV cache {token:,} bytes a token, "
         f"{token * contexts / 1e9:.2f} GB for all runners at full length: {engine}",
@@ -315,7 +314,7 @@ def render(config: RunConfig, gpus: int | None, gpu_memory_gb: float) -> str:
         "  TP  EP  PP  CP  DP      parameters   weights  gradients  optimizer  activations    head   batch   total"
         "  fits",
     ]
-    found = sorted((rank_memory(hf_config, config, layout) for layout in layouts), key=lambda memory: memory.total)
+    found = sorted((rank_memory(spec, config, layout) for layout in layouts), key=lambda memory: memory.total)
     for memory in found:
         p = memory.parallel
         parts = (

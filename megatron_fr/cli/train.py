@@ -1,7 +1,7 @@
 """One run on one machine: starts the rollout service and the trainer ranks, watches both, ends both.
 
-Children run in their own sessions, so that Ctrl-C reaches this process alone and the order of ending is ours: the
-trainer saves a checkpoint first, while the service still answers.
+Children run in sessions of their own, so Ctrl-C reaches only this process. The trainer then saves a checkpoint while
+the service still answers.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,68 @@ from megatron_fr.runtime.ports import lease_free_port
 from megatron_fr.runtime.spawn import tied_to_us
 
 _POLL_S = 0.1
-#: The rollout service ends its engines by itself within this time, or is killed with them.
+#: Time in which the rollout service ends its engines; then it is killed with them.
 _SERVICE_GRACE_S = 3.0
-#: After a trainer rank failed, how long the service has to notice a dead engine and say so.
-_SERVICE_WORD_S = 2.0
+#: Time in which the service may notice a dead engine and report it, after a trainer rank failed.
+_SERVICE_REPORT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process of the run, and the byte at which this run's part of its log begins."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    log_start: int
+
+    @classmethod
+    def spawn(
+        cls, name: str, log: Path, arguments: Sequence[str], environment: Mapping[str, str], *, share_stdout: bool
+    ) -> Child:
+        """Start Python in a session of its own; it dies with this process and appends its output to ``log``."""
+        with log.open("ab") as file:
+            start = file.tell()
+            process = subprocess.Popen(
+                tied_to_us([sys.executable, "-u", *arguments]),
+                stdout=None if share_stdout else file,
+                stderr=file,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={"OMP_NUM_THREADS": "1", **os.environ, **environment},
+            )
+        return cls(name, process, log, start)
+
+    def error(self) -> str | None:
+        """The last ``error:`` line of its log, with the lines that follow."""
+        lines = self._lines()
+        for index in reversed(range(len(lines))):
+            if lines[index].startswith("error: "):
+                return "\n".join([lines[index].removeprefix("error: "), *lines[index + 1 :]])
+        return None
+
+    def reason(self) -> str:
+        """Why the dead process ended: its own error, or exit code or signal and its last lines."""
+        code = self.process.poll()
+        ended = f"exit code {code}" if code is None or code >= 0 else f"signal {signal.Signals(-code).name}"
+        last = "\n".join(self._lines()[-15:])
+        return self.error() or f"{self.name} ended with {ended}; last lines of {self.log}:\n{last}"
+
+    def kill_tree(self) -> None:
+        """Kill the process and its descendants, and wait for them."""
+        if self.process.poll() is None:
+            _kill(self.tree())
+        self.process.wait()
+
+    def tree(self) -> list[psutil.Process]:
+        """The process and its descendants."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self.process.pid)
+            return [*root.children(recursive=True), root]
+        return []
+
+    def _lines(self) -> list[str]:
+        return self.log.read_bytes()[self.log_start :].decode(errors="replace").splitlines()
 
 
 class Supervisor:
@@ -44,6 +103,8 @@ class Supervisor:
         self._config = config
         self._output = config.output.resolve()
         self._logs = self._output / "logs"
+        self._config_file = str(self._output / "config.yaml")
+        self._url_file = self._output / "service.url"
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
             save_config(config.model_copy(update={"output": self._output}), self._config_file)
@@ -53,18 +114,11 @@ class Supervisor:
             ) from error
         self._rank_gpus, self._engine_gpus = _gpu_environments(config)
         self._signals = 0
-        self._service: subprocess.Popen[bytes] | None = None
-        self._ranks: list[subprocess.Popen[bytes]] = []
-        self._resume: Path | None = None
-        #: Logs are appended to: where this run's part begins.
-        self._log_starts: dict[Path, int] = {}
-
-    @property
-    def _config_file(self) -> Path:
-        return self._output / "config.yaml"
+        self._service: Child | None = None
+        self._ranks: list[Child] = []
 
     def run(self) -> int:
-        """Train; the process's exit status: 0 at the end, 130 after an interruption, 1 after a failure."""
+        """Train; returns the exit status: 0 at the end, 130 after an interruption, 1 after a failure."""
         previous = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
             status = self._run()
@@ -79,185 +133,121 @@ class Supervisor:
         return 130 if self._signals and status == 0 else status
 
     def _run(self) -> int:
-        rollout = self._config.rollout
+        resume = None
         if self._config.checkpoint.resume == "auto":
-            self._resume = newest_usable(self._output, stop=lambda: self._signals > 0)
-            if self._signals:
-                return 0
-            if self._resume is not None:
-                print(f"going on from {self._resume}; checkpoint.resume=never starts anew", flush=True)
-        print(f"starting {rollout.engines} engine(s); logs in {self._logs}", flush=True)
+            resume = newest_usable(self._output)
+            if resume is not None:
+                print(f"going on from {resume}; checkpoint.resume=never starts anew", flush=True)
+        print(f"starting {self._config.rollout.engines} engine(s); logs in {self._logs}", flush=True)
         started = time.monotonic()
-        url_file = self._output / "service.url"
-        url_file.unlink(missing_ok=True)
-        restore = ["--restore", "never" if self._resume is None else str(self._resume / ROLLOUT_FILE)]
-        self._service = self._spawn(
-            ["-m", "megatron_fr.rollout", "--config", str(self._config_file), "--url-file", str(url_file), *restore],
-            log="rollout.log",
-            environment=self._engine_gpus,
-        )
-        # Kept to the end: the ranks bind it only after their imports, while engines look for ports of their own.
+        self._url_file.unlink(missing_ok=True)
+        self._service = self._start_service(resume)
+        # Held to the end: the ranks bind the port only after their imports, while engines look for ports.
         with lease_free_port("127.0.0.1") as rendezvous:
-            # They import and build their model while the engines start, and wait for the address.
-            self._start_ranks(url_file, rendezvous.port)
-            if not self._wait_for_service(url_file):
-                return 0
+            # Ranks import and build their model while the engines start.
+            for rank in range(self._config.parallel.world_size):
+                self._ranks.append(self._start_rank(rank, resume, rendezvous.port))
+            while not self._url_file.exists():
+                if self._signals:
+                    return 0
+                if self._service.process.poll() is not None:
+                    raise MegatronFRError(self._service.reason())
+                raise_failure(self._service, self._ranks)
+                time.sleep(_POLL_S)
             print(f"engines ready after {time.monotonic() - started:.0f} s", flush=True)
-            return self._watch()
+            self._wait_for_ranks()
+            raise_failure(self._service, self._ranks)
+            return 0
 
-    def _wait_for_service(self, url_file: Path) -> bool:
-        """Wait for its address; false when interrupted meanwhile."""
-        assert self._service is not None
-        while not url_file.exists():
-            if self._signals:
-                return False
-            if self._service.poll() is not None:
-                raise MegatronFRError(self._reason("rollout.log", "the rollout service", self._service))
-            self._check_ranks()
-            time.sleep(_POLL_S)
-        return True
+    def _start_service(self, resume: Path | None) -> Child:
+        restore = "never" if resume is None else str(resume / ROLLOUT_FILE)
+        command = ["-m", "megatron_fr.rollout", "--config", self._config_file, "--url-file", str(self._url_file)]
+        return Child.spawn(
+            "the rollout service", self._logs / "rollout.log", [*command, "--restore", restore], self._engine_gpus,
+            share_stdout=False,
+        )  # fmt: skip
 
-    def _start_ranks(self, url_file: Path, port: int) -> None:
-        world = self._config.parallel.world_size
-        resume = ["--resume", "never"] if self._resume is None else ["--resume", str(self._resume), "--resume-checked"]
-        for rank in range(world):
-            self._ranks.append(
-                self._spawn(
-                    [
-                        "-m",
-                        "megatron_fr.trainer",
-                        "--config",
-                        str(self._config_file),
-                        "--service",
-                        str(url_file),
-                        *resume,
-                    ],
-                    log=None if rank == 0 else f"trainer-{rank}.log",
-                    stderr_log=f"trainer-{rank}.log",
-                    environment={
-                        **self._rank_gpus,
-                        "RANK": str(rank),
-                        "LOCAL_RANK": str(rank),
-                        "WORLD_SIZE": str(world),
-                        "MASTER_ADDR": "127.0.0.1",
-                        "MASTER_PORT": str(port),
-                    },
-                )
-            )
+    def _start_rank(self, rank: int, resume: Path | None, port: int) -> Child:
+        command = ["-m", "megatron_fr.trainer", "--config", self._config_file, "--service", str(self._url_file)]
+        command += ["--resume", "never" if resume is None else str(resume)]
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self._config.parallel.world_size)}
+        environment = {**self._rank_gpus, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        log = self._logs / f"trainer-{rank}.log"
+        return Child.spawn(f"trainer rank {rank}", log, command, environment, share_stdout=rank == 0)
 
-    def _watch(self) -> int:
-        """Wait for the ranks; an interruption asks them to save and stop."""
+    def _wait_for_ranks(self) -> None:
+        """Wait until the ranks end or one fails; an interruption asks them to save and stop."""
+        grace = self._config.checkpoint.stop_grace_s
         deadline: float | None = None
-        while any(rank.poll() is None for rank in self._ranks):
+        while any(rank.process.poll() is None for rank in self._ranks):
             if self._signals and deadline is None:
                 print("\ninterrupted: the trainer saves a checkpoint and stops", flush=True)
-                deadline = time.monotonic() + self._config.checkpoint.stop_grace_s
+                deadline = time.monotonic() + grace
                 for rank in self._ranks:
-                    rank.terminate()
+                    rank.process.terminate()
             if deadline is not None and (time.monotonic() > deadline or self._signals > 1):
                 raise MegatronFRError(
-                    f"the trainer did not stop within checkpoint.stop_grace_s={self._config.checkpoint.stop_grace_s:g} "
-                    "and was killed; the same command goes on from its last training checkpoint"
+                    f"the trainer did not stop within checkpoint.stop_grace_s={grace:g} and was killed; the same "
+                    "command goes on from its last training checkpoint"
                 )
-            if any(rank.poll() for rank in self._ranks):
-                # The others may wait for the failed one in a collective; give them a moment for their own words.
-                time.sleep(1.0)
-                break
+            if any(rank.process.poll() for rank in self._ranks):
+                time.sleep(1.0)  # the others may wait in a collective: let them report their own errors
+                return
             time.sleep(_POLL_S)
-        if any(rank.poll() for rank in self._ranks) and self._service is not None and (self._service.poll() or 0) < 0:
-            # Killed by a signal: that explains why the ranks failed, who only know that nobody answers.
-            raise MegatronFRError(self._reason("rollout.log", "the rollout service", self._service))
-        self._check_ranks()
-        return 0
-
-    def _check_ranks(self) -> None:
-        """Raise with a failed rank's last words, and with the service's where that failed first."""
-        for number, rank in enumerate(self._ranks):
-            if rank.poll():
-                reason = self._reason(f"trainer-{number}.log", f"trainer rank {number}", rank)
-                # A trainer that was talking to an engine knows only of a broken connection; the service watches them.
-                cause = self._service_failure()
-                if cause is not None and cause not in reason:
-                    reason = f"{cause}\ntrainer rank {number}: {reason}"
-                raise MegatronFRError(reason)
-
-    def _service_failure(self) -> str | None:
-        """Why the running service cannot go on, if it says so within a moment."""
-        deadline = time.monotonic() + _SERVICE_WORD_S
-        log = self._logs / "rollout.log"
-        while True:
-            if (said := _error_of(log, self._log_starts.get(log, 0))) is not None:
-                return said
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(_POLL_S)
-
-    def _spawn(
-        self,
-        arguments: Sequence[str],
-        *,
-        log: str | None,
-        stderr_log: str | None = None,
-        environment: Mapping[str, str] | None = None,
-    ) -> subprocess.Popen[bytes]:
-        """A Python child in its own session that dies with this process; ``log=None`` shares our standard output."""
-        for path in {self._logs / name for name in (log, stderr_log) if name is not None}:
-            self._log_starts[path] = path.stat().st_size if path.exists() else 0
-        out: Any = None if log is None else (self._logs / log).open("ab")
-        err: Any = (
-            subprocess.STDOUT if stderr_log is None or stderr_log == log else (self._logs / stderr_log).open("ab")
-        )
-        try:
-            return subprocess.Popen(
-                tied_to_us([sys.executable, "-u", *arguments]),
-                stdout=out,
-                stderr=err,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                env={"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})},
-            )
-        finally:
-            for file in (out, err):
-                if file is not None and file is not subprocess.STDOUT:
-                    file.close()
 
     def _end_everything(self) -> None:
-        _kill_trees(self._ranks)
-        if self._service is not None and self._service.poll() is None:
-            tree = _tree(self._service)
-            self._service.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # then its tree is killed
-                self._service.wait(_SERVICE_GRACE_S)
-            _kill(tree)
+        for rank in self._ranks:
+            rank.kill_tree()
         if self._service is not None:
-            _kill_trees([self._service])
+            tree = self._service.tree()
+            self._service.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # then its tree is killed
+                self._service.process.wait(_SERVICE_GRACE_S)
+            _kill(tree)
+            self._service.kill_tree()
 
     def _report(self) -> None:
         if (self._output / METRICS_FILE).exists():
-            from megatron_fr.observe.report import report_run  # imports matplotlib
+            from megatron_fr.observe.report import report_run  # slow: imports matplotlib
 
             try:
                 print("\n" + report_run(self._output), flush=True)
             except MegatronFRError as error:
                 print(f"no report: {error}", file=sys.stderr, flush=True)
 
-    def _reason(self, log: str, who: str, process: subprocess.Popen[bytes]) -> str:
-        path = self._logs / log
-        return _reason(path, who, process, self._log_starts.get(path, 0))
-
     def _on_signal(self, *_: Any) -> None:
         self._signals += 1
 
 
+def raise_failure(service: Child, ranks: Sequence[Child]) -> None:
+    """Raise why a rank failed, if one did: the service's death or error explains the failures of ranks.
+
+    Raises:
+        MegatronFRError: a rank ended with an error.
+    """
+    failed = next((rank for rank in ranks if rank.process.poll()), None)
+    if failed is None:
+        return
+    if (service.process.poll() or 0) < 0:  # killed: ranks know only that nobody answers
+        raise MegatronFRError(service.reason())
+    reason = failed.reason()
+    deadline = time.monotonic() + _SERVICE_REPORT_S
+    while (cause := service.error()) is None and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    if cause is not None and cause not in reason:
+        reason = f"{cause}\n{failed.name}: {reason}"
+    raise MegatronFRError(reason)
+
+
 def _gpu_environments(config: RunConfig) -> tuple[dict[str, str], dict[str, str]]:
-    """What trainer ranks and the rollout service see of this machine's GPUs; nothing to say on a CPU.
+    """Variables that show trainer ranks and engines their GPUs; empty on a CPU.
 
     Raises:
         ConfigError: a GPU was asked for and there is none, or there are too few.
     """
     if config.device == "cpu":
         return {}, {}
-    from megatron_fr.runtime.device import resolve_device, split_gpus, visible_gpus  # imports torch
+    from megatron_fr.runtime.device import resolve_device, split_gpus, visible_gpus  # slow: imports torch
 
     if resolve_device(config.device).kind == "cpu":
         return {}, {}
@@ -269,48 +259,8 @@ def _gpu_environments(config: RunConfig) -> tuple[dict[str, str], dict[str, str]
     return {"CUDA_VISIBLE_DEVICES": ",".join(ranks)}, {"CUDA_VISIBLE_DEVICES": ",".join(engines)}
 
 
-def _reason(log: Path, who: str, process: subprocess.Popen[bytes], start: int) -> str:
-    """What a dead child said from byte ``start`` on: its own ``error:`` line, or how it ended and its last lines."""
-    if (said := _error_of(log, start)) is not None:
-        return said
-    lines = _lines(log, start)
-    code = process.poll()
-    ended = f"exit code {code}" if code is None or code >= 0 else f"signal {signal.Signals(-code).name}"
-    return f"{who} ended with {ended}; last lines of {log}:\n" + "\n".join(lines[-15:])
-
-
-def _error_of(log: Path, start: int) -> str | None:
-    """The last ``error:`` line that a log holds from byte ``start`` on, with what follows it."""
-    lines = _lines(log, start)
-    for index in range(len(lines) - 1, -1, -1):
-        if lines[index].startswith("error: "):
-            return "\n".join([lines[index].removeprefix("error: "), *lines[index + 1 :]])
-    return None
-
-
-def _lines(log: Path, start: int) -> list[str]:
-    return log.read_bytes()[start:].decode(errors="replace").splitlines() if log.exists() else []
-
-
-def _tree(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    try:
-        root = psutil.Process(process.pid)
-        return [*root.children(recursive=True), root]
-    except psutil.NoSuchProcess:
-        return []
-
-
 def _kill(processes: Sequence[psutil.Process]) -> None:
     for process in processes:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-        except psutil.NoSuchProcess:
-            continue
     psutil.wait_procs(list(processes), timeout=5)
-
-
-def _kill_trees(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        if process.poll() is None:
-            _kill(_tree(process))
-        process.wait()

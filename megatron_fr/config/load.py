@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from megatron_fr.config.read_yaml import parse_yaml, read_yaml, write_yaml
 from megatron_fr.config.sections import (
     AgentConfig,
     AlgorithmConfig,
@@ -130,12 +130,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: the file is missing or no YAML mapping, an override is malformed, or a field is unknown,
             out of range or contradictory. All problems are listed at once.
     """
-    try:
-        values = yaml.safe_load(Path(path).read_text())
-    except OSError as error:
-        raise ConfigError(f"configuration {path}: {error.strerror}; give the path of a YAML file") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"configuration {path} is not valid YAML: {error}") from error
+    values = read_yaml(path)
     if not isinstance(values, dict):
         raise ConfigError(f"configuration {path} holds {type(values).__name__}, expected a mapping of sections")
     for override in overrides:
@@ -148,7 +143,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def save_config(config: RunConfig, path: str | Path) -> None:
     """Write the resolved configuration as YAML that :func:`load_config` reads back."""
-    Path(path).write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    write_yaml(config.model_dump(mode="json"), path)
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
@@ -164,10 +159,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         if not isinstance(child, dict):
             raise ConfigError(f"override {override!r}: {'.'.join(sections[: i + 1])} is a value, not a section")
         node = child
-    try:
-        node[leaf] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from error
+    node[leaf] = parse_yaml(text, f"override {override!r}: the value")
 
 
 def _explain(error: Any) -> str:

@@ -16,10 +16,12 @@ def check_inputs(config: RunConfig) -> None:
     """Check the model and the prompts of a run, before anything slow starts.
 
     Raises:
-        ModelError: see :func:`check_model_path`.
+        ModelError: see :func:`check_model_path`; or ``model.weights`` is no checkpoint.
         ConfigError: see :func:`check_prompt_source`.
     """
     check_model_path(config.model.path)
+    if (weights := config.model.weights) is not None and not (weights / ".metadata").is_file():
+        raise ModelError(f"model.weights={str(weights)!r} is no Megatron checkpoint: it has no .metadata")
     for source in (config.data.train, *(held_out.data for held_out in config.evaluation_sets.values())):
         check_prompt_source(source)
 

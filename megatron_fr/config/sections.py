@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -13,11 +14,23 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_truth_values_as_numbers(cls, values: Any) -> Any:
+        """Pydantic takes true for 1; as text it is refused by the field's name."""
+        if not isinstance(values, dict):
+            return values
+        numbers = {n for n, f in cls.model_fields.items() if {f.annotation, *get_args(f.annotation)} & {int, float}}
+        return {n: str(v).lower() if isinstance(v, bool) and n in numbers else v for n, v in values.items()}
+
 
 class ModelConfig(Section):
     """The policy to train."""
 
     path: str = Field(description="Hugging Face folder or hub name of the model to train")
+    weights: Path | None = Field(
+        None, description="Megatron checkpoint to start from in place of path's weights; path stays the model's folder"
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
         "bfloat16", description="dtype of parameters and activations, also in the engines"
     )
@@ -361,13 +374,38 @@ class EvaluationConfig(Section):
 class SyncConfig(Section):
     """Weight sync from trainer to engines."""
 
-    bucket_mb: int = Field(1024, ge=1, description="size of one broadcast, in MiB")
+    transport: str = Field(
+        "broadcast",
+        description="broadcast: a process group with the engines; disk: a folder that they load; or module:Class",
+    )
+    transport_args: dict[str, Any] = Field(default_factory=dict, description="options of a module:Class transport")
+    folder: Path | None = Field(
+        None, description="folder of the disk transport, this run's alone; None: weight_sync in output"
+    )
+    bucket_mb: int = Field(1024, ge=1, description="size of one broadcast, or of one file, in MiB")
     timeout_s: float = Field(300, gt=0, description="seconds that each collective and each request of a sync may take")
-    verify: bool = Field(True, description="compare a checksum of every engine's parameters with what was sent")
+    verify: bool = Field(
+        True,
+        description="the first sync pushes twice, with random weights between, and every engine must hold the same "
+        "after both; later the engines must agree; compared by checksums",
+    )
     probe_tokens: int = Field(16, ge=0, description="fresh tokens compared after each sync; 0 turns the probe off")
     max_probe_difference: float = Field(
-        0.1, gt=0, description="the run ends above this mean |log-probability difference| of the probe, in nats"
+        0.1,
+        gt=0,
+        description="the run ends when two probes in a row are above this mean |log-probability difference|, in nats",
     )
+
+    @model_validator(mode="after")
+    def _uses_all(self) -> SyncConfig:
+        own = ":" in self.transport
+        if not own and self.transport not in ("broadcast", "disk"):
+            raise ValueError(f"sync.transport={self.transport!r}: write broadcast, disk, or module:Class")
+        if self.folder is not None and self.transport != "disk":
+            raise ValueError(f"sync.folder={str(self.folder)!r} is of sync.transport=disk; set that, or remove it")
+        if self.transport_args and not own:
+            raise ValueError("sync.transport_args are of a module:Class in sync.transport; set that, or remove them")
+        return self
 
 
 class CheckpointConfig(Section):

@@ -1,4 +1,4 @@
-"""Tokens in, tokens out: the client of one engine's ``/generate``."""
+"""Client of one engine's ``/generate``: tokens in, tokens out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_fr.trajectory import FinishReason, ModelLimits
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
-# The sampled and the trained distribution must be the same, whatever a model's generation_config.json says.
+# Sampling and training must use the same distribution, whatever a model's generation_config.json says.
 _FULL_SUPPORT: dict[str, Any] = {
     "top_p": 1.0,
     "top_k": -1,
@@ -34,14 +34,13 @@ _FULL_SUPPORT: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Completion:
-    """What one request sampled.
+    """Sampled tokens of one request.
 
     Attributes:
-        token_ids: a matched stop token is the last one.
-        logprobs: natural log, of the tempered distribution, one a token.
-        versions: the policy version that sampled each token, erring on the old side.
-        routes: ``[rows, layers, top_k]``, rows from the requested start on (or from 0 with engines that ignore it);
-            None when not asked for or not usable.
+        token_ids: ids; a matched stop token is the last one.
+        logprobs: natural log in the tempered distribution, one for each token.
+        versions: policy version of each token; it may be too old, never too new.
+        routes: ``[rows, layers, top_k]`` from the requested row on; None when they are unusable or not asked for.
         route_error: why routes that were asked for are None.
         cached_tokens: prompt tokens whose keys and values came from the prefix cache.
     """
@@ -56,18 +55,18 @@ class Completion:
 
 
 class EngineClient:
-    """Talks to one engine; shared by all trajectories on it.
+    """Sends requests of all trajectories to one engine.
 
     Args:
         url: the engine's base address.
-        http: without a limit on connections.
-        limits: the model's sizes, which answers are checked against.
-        temperature: of sampling.
-        timeout_s: of one request.
+        http: session without a limit on connections.
+        limits: the model's sizes, to check answers against.
+        temperature: sampling temperature.
+        timeout_s: seconds that one request may take.
 
     Attributes:
-        version: the newest policy version that this engine is known to hold.
-        tokens_generated: by all requests so far.
+        version: newest policy version that this engine is known to hold.
+        tokens_generated: tokens sampled by all requests so far.
     """
 
     def __init__(
@@ -96,14 +95,12 @@ class EngineClient:
     ) -> Completion:
         """Sample after ``input_ids``.
 
-        The prefix cache is keyed by :attr:`version`, so that a request reads no keys and values of weights older than
-        those; one sent between a sync and the trainer's commit still counts as the older version's.
+        The prefix cache is keyed by :attr:`version`, so a request reads no keys and values of older weights.
 
         Args:
-            routes_from: ask for routes, from this row on; None does not ask.
-            fresh: nothing is read from the prefix cache, and the engine's version labels are taken as they are.
-            reuse_prefix: off, nothing is read from the prefix cache, but labels are corrected as ever: for a request
-                that goes on after it was aborted.
+            routes_from: first row of routes to ask for; None asks for no routes.
+            fresh: read nothing from the prefix cache, and take the engine's version labels as they are.
+            reuse_prefix: False reads nothing from the prefix cache, for a request that goes on after an abort.
             temperature: in place of the run's own, for evaluations.
 
         Raises:
@@ -169,28 +166,28 @@ class EngineClient:
             labels = read_versions(meta.get("weight_versions"), len(token_ids))
         except ValueError as error:
             raise unusable(str(error)) from error
-        routes, problem = (None, None)
+        routes, route_error = (None, None)
         if want_routes and token_ids:
-            routes, problem = read_routes(meta.get("routed_experts"), self._limits)
+            routes, route_error = read_routes(meta.get("routed_experts"), self._limits)
             if meta.get("num_retractions") and len(set(labels)) > 1:
                 # A retracted request was computed again under newer weights, and the old tokens' rows with it.
-                routes, problem = None, "the engine retracted the request across a weight update"
+                routes, route_error = None, "the engine retracted the request across a weight update"
         return Completion(
             token_ids,
             logprobs,
             older_side(labels, sent_at),
             _FINISH[finish],
             routes,
-            problem,
+            route_error,
             int(meta.get("cached_tokens") or 0),
         )
 
 
 def read_logprobs(rows: Any, token_ids: Sequence[int]) -> list[float]:
-    """The first column of SGLang's ``output_token_logprobs``, checked against the tokens.
+    """Read the first column of SGLang's ``output_token_logprobs``.
 
     Raises:
-        ValueError: says what does not fit.
+        ValueError: the rows do not fit the tokens, or a value is not finite.
     """
     if not token_ids and not rows:
         return []
@@ -208,7 +205,7 @@ def read_logprobs(rows: Any, token_ids: Sequence[int]) -> list[float]:
 
 
 def read_versions(spans: Any, num_tokens: int) -> list[int]:
-    """One version a token, from SGLang's spans ``{"version", "start", "end"}``.
+    """Read one version for each token from SGLang's spans ``{"version", "start", "end"}``.
 
     Raises:
         ValueError: the spans do not cover the tokens exactly once, or a version is no whole number.
@@ -231,11 +228,10 @@ def read_versions(spans: Any, num_tokens: int) -> list[int]:
 
 
 def older_side(labels: Sequence[int], sent_at: int | None) -> list[int]:
-    """Correct the engine's labels so that they never claim a newer version than the one that sampled the token.
+    """Correct the engine's labels so that none is newer than the version that sampled the token.
 
-    When the weights change, one forward is already under way, and SGLang labels its token with the new version. So each
-    token gets the label of the one before it, and the first token the version that was current when the request was
-    sent, if that is older. A token may then be labelled one version too old, never too new.
+    SGLang labels the token of a forward under way with the new version. So each token gets the label of the one before
+    it. The first token gets the version at which the request was sent, if that is older.
     """
     if not labels:
         return []
@@ -244,22 +240,19 @@ def older_side(labels: Sequence[int], sent_at: int | None) -> list[int]:
 
 
 def read_routes(encoded: Any, limits: ModelLimits) -> tuple[npt.NDArray[Any] | None, str | None]:
-    """Routes ``[rows, layers, top_k]`` in the smallest fitting dtype, or None and the reason.
-
-    ``encoded`` is base64 of int32.
-    """
+    """Decode base64 of int32 to routes ``[rows, layers, top_k]``; returns None and the reason where it fails."""
     if encoded is None:
         return None, "the engine returned no routes"
     try:
         flat = np.frombuffer(base64.b64decode(cast(str, encoded), validate=True), dtype=np.int32)
     except (binascii.Error, ValueError, TypeError) as error:
         return None, f"the engine returned routes that cannot be decoded: {error}"
-    row = limits.num_moe_layers * limits.top_k
+    layers = limits.num_moe_layers + len(limits.dense_layers)
+    row = layers * limits.top_k
     if row == 0 or flat.size == 0 or flat.size % row:
-        return None, f"the engine returned {flat.size} route entries, no multiple of {row} (MoE layers x top-k)"
-    if flat.min() < 0 or flat.max() >= limits.num_experts:
-        return (
-            None,
-            f"the engine's routes name experts {flat.min()} to {flat.max()}, the model has {limits.num_experts}",
-        )
-    return flat.reshape(-1, limits.num_moe_layers, limits.top_k).astype(limits.route_dtype), None
+        return None, f"the engine returned {flat.size} route entries, no multiple of {row} (layers x top-k)"
+    routes = np.delete(flat.reshape(-1, layers, limits.top_k), limits.dense_layers, axis=1)
+    if routes.min() < 0 or routes.max() >= limits.num_experts:
+        found = f"{routes.min()} to {routes.max()}"
+        return None, f"the engine's routes name experts {found}, the model has {limits.num_experts}"
+    return routes.astype(limits.route_dtype), None

@@ -1,6 +1,6 @@
-"""SGLang on a CPU without patching SGLang: a platform plugin and one hook, found through entry points.
+"""SGLang on a CPU without patching SGLang: a platform plugin and hooks, found through entry points.
 
-Both stay out of the way unless ``SGLANG_PLATFORM=megatron_fr_cpu`` selects them and torch sees no GPU.
+They do nothing unless ``SGLANG_PLATFORM=megatron_fr_cpu`` selects them and torch sees no GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PLATFORM_NAME = "megatron_fr_cpu"
 
 
 def platform() -> str | None:
-    """The dotted name of the platform class, or None where the plugin must not be used."""
+    """Dotted name of the platform class, or None where the plugin is not selected."""
     if not _selected():
         return None
     hide_gpu_packages()  # SGLang asks for its platform before it imports any of them
@@ -27,7 +27,7 @@ def platform() -> str | None:
 
 
 def register_hooks() -> None:
-    """Make the routed-experts host buffer work without CUDA, and servers start in half the time."""
+    """Let the host buffer of routed experts work without CUDA, and let servers start faster."""
     if not _selected():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -46,19 +46,16 @@ def _selected() -> bool:
 
 
 def _fork_children(result: None, *_: Any, **__: Any) -> None:
-    """Scheduler and detokenizer start as forks of the server, which has imported everything that they need.
-
-    SGLang spawns them, since CUDA does not survive a fork; each then spends most of the start on the same imports.
-    """
+    """Fork scheduler and detokenizer from the server, so that they need not repeat its imports."""
     multiprocessing.set_start_method("fork", force=True)
 
 
 def _leave_unpinned(buffer: torch.Tensor, registration_granularity_bytes: int | None = None) -> None:
-    """Pinning speeds up copies from a GPU; there is none."""
+    """Do not pin: pinning only speeds up copies from a GPU."""
 
 
 def __getattr__(name: str) -> Any:
-    # SGLang's modules are heavy, and importing them here would make this module useless to everyone else.
+    # Other users of this module must not import SGLang, which is slow.
     if name == "CpuPlatform":
         return _platform_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""All engines of a run: started side by side, shared out by load, watched until the end."""
+"""All engines of a run: started together, lent to trajectories by load, watched until the end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import aiohttp
 
@@ -14,7 +15,7 @@ from megatron_fr.engines.engine import Engine, EngineSpec
 from megatron_fr.errors import EngineError
 from megatron_fr.trajectory import ModelLimits
 
-# Engines that start at the very same moment peak in memory and processor time together.
+# Starts are spread out: simultaneous ones peak in memory together.
 _STAGGER_S = 1.0
 _WATCH_S = 0.25
 
@@ -23,10 +24,10 @@ class Fleet:
     """Starts and owns the engines.
 
     Args:
-        specs: one an engine.
-        limits: the model's sizes, which answers are checked against.
-        temperature: of sampling.
-        request_timeout_s: of one generation request.
+        specs: one for each engine.
+        limits: the model's sizes, to check answers against.
+        temperature: sampling temperature.
+        request_timeout_s: seconds that one generation request may take.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Fleet:
 
     @property
     def tokens_generated(self) -> int:
-        """By all engines since the start."""
+        """Tokens sampled by all engines since the start."""
         return sum(client.tokens_generated for client in self.clients)
 
     async def start(self) -> None:
@@ -69,20 +70,12 @@ class Fleet:
             await self.stop()
             raise errors.exceptions[0] from None
         self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        self.clients = [
-            EngineClient(
-                engine.url,
-                self._http,
-                limits=self._limits,
-                temperature=self._temperature,
-                timeout_s=self._request_timeout_s,
-            )
-            for engine in self._engines
-        ]
+        options: Any = {"limits": self._limits, "temperature": self._temperature, "timeout_s": self._request_timeout_s}
+        self.clients = [EngineClient(engine.url, self._http, **options) for engine in self._engines]
 
     @contextmanager
     def borrow(self) -> Iterator[EngineClient]:
-        """The engine with the fewest trajectories, for the length of one trajectory."""
+        """Lend the engine with the fewest trajectories, for one trajectory."""
         client = min(self.clients, key=lambda c: self._load[c.url])
         self._load[client.url] += 1
         try:
@@ -102,7 +95,7 @@ class Fleet:
         raise EngineError(f"there is no engine {url!r}; the engines are {', '.join(self.urls)}")
 
     def set_version(self, version: int) -> None:
-        """The trainer has brought every engine to ``version``."""
+        """Note that the trainer has brought every engine to ``version``."""
         for client in self.clients:
             client.version = max(client.version, version)
 
@@ -114,7 +107,7 @@ class Fleet:
         return None
 
     async def watch(self) -> EngineError:
-        """Return as soon as an engine has died, with its exit code or signal and its last lines."""
+        """Wait until an engine dies; returns its exit code or signal and its last lines."""
         while (error := self.death()) is None:
             await asyncio.sleep(_WATCH_S)
         return error

@@ -1,4 +1,4 @@
-"""One short generation on an engine: at start-up, to see that it answers what training needs."""
+"""Start-up check of an engine: one short generation must answer what training needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def probe_engine(client: EngineClient, limits: ModelLimits, *, want_routes
     """Generate a few tokens and check the answer.
 
     Raises:
-        EngineError: the engine failed, or with ``want_routes`` its routes are missing or cannot be right.
+        EngineError: the engine failed, or its routes are missing or wrong although ``want_routes`` is set.
     """
     prompt = [int(t) for t in np.linspace(1, limits.vocab_size - 1, _PROMPT_TOKENS)]
     for start in (0, _PROMPT_TOKENS // 2):
@@ -36,11 +36,11 @@ async def probe_engine(client: EngineClient, limits: ModelLimits, *, want_routes
                 f"engine {client.url}: the start-up probe asked for {_NEW_TOKENS} tokens and got "
                 f"{len(completion.token_ids)}"
             )
-        if want_routes and (problem := route_problem(completion, prompt_tokens=_PROMPT_TOKENS, start=start)):
-            raise EngineError(f"engine {client.url}: {problem}; {_REMEDY}")
+        if want_routes and (reason := check_routes(completion, prompt_tokens=_PROMPT_TOKENS, start=start)):
+            raise EngineError(f"engine {client.url}: {reason}; {_REMEDY}")
 
 
-def route_problem(completion: Completion, *, prompt_tokens: int, start: int) -> str | None:
+def check_routes(completion: Completion, *, prompt_tokens: int, start: int) -> str | None:
     """Why a completion's routes cannot be what the model used, or None.
 
     Shape, range and dtype were checked when the answer was read.
@@ -55,7 +55,7 @@ def route_problem(completion: Completion, *, prompt_tokens: int, start: int) -> 
     if (ordered[..., 1:] == ordered[..., :-1]).any():
         return "a row of the engine's routes names an expert twice"
     decoded = rows[-(len(completion.token_ids) - 1) :]
-    # Equal rows of different tokens, in every layer, are a buffer that was not written.
+    # Different tokens with equal rows in every layer mean that the engine did not write its buffer.
     if len(set(completion.token_ids[:-1])) > 1 and (decoded == decoded[0]).all():
         return f"the engine returned the same routes for all {len(decoded)} sampled tokens"
     return None

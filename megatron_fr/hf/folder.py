@@ -1,4 +1,4 @@
-"""A Hugging Face model folder: its configuration, and safetensors files read slice by slice."""
+"""A Hugging Face model folder: where it is, its configuration, and its files that are no weights."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ import torch
 
 from megatron_fr.config.paths import check_model_path
 from megatron_fr.errors import ModelError
-from megatron_fr.hf.tensor_file import TensorFile, TensorSlice, TensorSpec
-from megatron_fr.models.registry import check_architectures, supported_architectures
+from megatron_fr.models.registry import FAMILIES, check_architectures, model_spec
+from megatron_fr.models.spec import ModelSpec
 
 #: Configuration, generation configuration, tokenizer and chat template; not weights, and not their index.
 _COPIED_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
-
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 
 
 def resolve_folder(path: str | Path, *, weights: bool = True) -> Path:
@@ -46,12 +43,12 @@ def resolve_folder(path: str | Path, *, weights: bool = True) -> Path:
         ) from error
 
 
-def read_hf_config(path: str | Path) -> Any:
-    """The transformers configuration of a model folder or hub name, of which no weights are fetched.
+def read_spec(path: str | Path) -> ModelSpec:
+    """Describe a model folder or hub name, of which no weights are fetched.
 
     Raises:
         ModelError: the folder or its ``config.json`` is missing or damaged, or names an architecture that has no
-            mapping or a dtype that no weights have.
+            mapping, a dtype that no weights have, or a feature that is not supported.
     """
     folder = resolve_folder(path, weights=False)
     config = _read_json(folder)
@@ -65,12 +62,13 @@ def read_hf_config(path: str | Path) -> Any:
     if config.get("model_type") not in list(CONFIG_MAPPING):
         raise ModelError(
             f"{folder / 'config.json'}: model_type {config.get('model_type')!r} is unknown; supported architectures: "
-            f"{', '.join(supported_architectures())}"
+            f"{', '.join(sorted(FAMILIES))}"
         )
     try:
-        return AutoConfig.from_pretrained(folder)
+        hf_config = AutoConfig.from_pretrained(folder)
     except Exception as error:  # transformers and its validators raise a dozen kinds
         raise ModelError(f"{folder / 'config.json'} cannot be read: {' '.join(str(error).split())[:300]}") from error
+    return model_spec(hf_config)
 
 
 def _read_json(folder: Path) -> dict[str, Any]:
@@ -86,71 +84,6 @@ def _read_json(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ModelError(f"{path} holds {type(config).__name__}, expected an object; fetch it again")
     return config
-
-
-class WeightFiles:
-    """The tensors of a folder, by name, without reading their data.
-
-    Raises:
-        ModelError: no weight file, a missing or damaged one, or an index that does not match the files.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        index = folder / INDEX_NAME
-        if index.is_file():
-            named = _weight_map(index)
-        elif (folder / SINGLE_NAME).is_file():
-            named = {}
-        else:
-            raise ModelError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}; convert the weights to safetensors")
-        self._handles = {name: self._open(name) for name in sorted(set(named.values())) or [SINGLE_NAME]}
-        self._file_of = {tensor: file for file, handle in self._handles.items() for tensor in handle.names}
-        for tensor, file in named.items():
-            if self._file_of.get(tensor) != file:
-                raise ModelError(f"{folder / file} does not hold {tensor!r}, which {INDEX_NAME} says it does")
-
-    def _open(self, name: str) -> TensorFile:
-        path = self.folder / name
-        if not path.is_file():
-            raise ModelError(f"{path} is missing, though {INDEX_NAME} names it; fetch the folder again")
-        return TensorFile(path)
-
-    @property
-    def names(self) -> set[str]:
-        """All tensors in the files."""
-        return set(self._file_of)
-
-    def file(self, name: str) -> Path:
-        """The file that holds a tensor."""
-        return self.folder / self._file_of[name]
-
-    def slice(self, name: str) -> TensorSlice:
-        """A view that reads what is indexed."""
-        return self._handles[self._file_of[name]].slice(name)
-
-    def spec(self, name: str) -> TensorSpec:
-        """Shape and dtype, from the file's header."""
-        return self._handles[self._file_of[name]].spec(name)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape, from the file's header."""
-        return self.spec(name).shape
-
-    def close(self) -> None:
-        """Close the files."""
-        for handle in self._handles.values():
-            handle.close()
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        named = json.loads(index.read_text())["weight_map"]
-        if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
-            raise ValueError("weight_map is no object of file names")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{index} is damaged: {error}; fetch the folder again") from error
-    return named
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -169,15 +102,15 @@ def stated_dtype(folder: Path) -> torch.dtype | None:
     return None if name is None else _DTYPES[name]
 
 
-def copy_other_files(source: Path, out: Path) -> None:
+def copy_other_files(source: Path, out: Path, *, but: str = "") -> None:
     """Copy configuration, generation configuration, tokenizer and chat template; not weights, and not their index.
 
+    Args:
+        but: name of a file that is not copied.
+
     Raises:
-        ModelError: names the file that could not be copied.
+        OSError: names the file that could not be copied.
     """
-    for file in sorted(source.iterdir()):
-        if file.is_file() and file.suffix in _COPIED_SUFFIXES and not file.name.endswith(".index.json"):
-            try:
-                shutil.copyfile(file, out / file.name)
-            except OSError as error:
-                raise ModelError(f"{file} cannot be copied to {out}: {error.strerror}") from error
+    for file in source.iterdir():
+        if file.suffix in _COPIED_SUFFIXES and not file.name.endswith(".index.json") and file.name != but:
+            shutil.copyfile(file, out / file.name)

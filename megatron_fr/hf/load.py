@@ -2,91 +2,52 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_fr.errors import ModelError
-from megatron_fr.hf.folder import WeightFiles, resolve_folder
-from megatron_fr.hf.quantized import SCALE_SUFFIX
+from megatron_fr.hf.folder import resolve_folder
+from megatron_fr.hf.weights import open_weights
 from megatron_fr.models import local
-from megatron_fr.models.dims import Dims
-from megatron_fr.models.registry import entries, is_tied
+from megatron_fr.models.spec import ModelSpec
 
-#: Stored by some exporters, and computed here.
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+log = logging.getLogger(__name__)
 
 
 @torch.no_grad()
-def load_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: Any, path: str | Path) -> None:
+def load_hf_weights(chunks: Sequence[torch.nn.Module], spec: ModelSpec, path: str | Path) -> None:
     """Fill this rank's parameters, reading only the slices it holds, one parameter at a time. No collective.
 
-    Tensors are cast to the parameters' dtype. The folder's names and shapes are checked in full on every rank, before
-    anything is read, so that all ranks fail alike.
+    Tensors are cast to the parameters' dtype; a warning counts those that the model does without. The folder's names
+    and shapes are checked in full on every rank, before anything is read, so that all ranks fail alike.
 
     Raises:
         ModelError: names the file and the tensor that is missing, left over, damaged or of another shape.
     """
-    files = WeightFiles(resolve_folder(path))
-    dims = Dims.from_hf(hf_config)
-    table = list(entries(hf_config))
-    check_files(files, hf_config)
-
-    by_param = {entry.param: entry for entry in table}
-    if is_tied(hf_config):  # the last of several pipeline stages has its own copy of the embedding
-        by_param["output_layer.weight"] = by_param["embedding.word_embeddings.weight"]
-    here = local.placement(chunks)
-    for name, parameter in local.parameters(chunks).items():
-        entry = by_param.get(name)
-        if entry is None:
-            raise ModelError(f"the model has a parameter {name!r} that no rule of its family fills")
-        rank, size = here.tp_rank, here.tp_size
-        if entry.rule.per_expert:
-            rank, size = here.expert_tp_rank, here.expert_tp_size
-        value = entry.rule.shard([files.slice(hf) for hf in entry.hf], dims, rank, size)
-        if value.shape != parameter.shape:
-            raise ModelError(
-                f"parameter {name!r} has shape {tuple(parameter.shape)}, its rule gives {tuple(value.shape)}"
+    with open_weights(resolve_folder(path), spec) as files:
+        unused = sorted(name for name in files.names if name.startswith(spec.unused_tensors))
+        if unused and dist.get_rank() == 0:
+            log.warning(
+                "%s: %d tensors are not trained, and saved models lack them: %s ...", path, len(unused), unused[0]
             )
-        parameter.copy_(value)
-    files.close()
-
-
-def check_files(files: WeightFiles, hf_config: Any, *, quantized: bool = False) -> None:
-    """Compare the names and shapes of a folder's tensors with those that the configuration implies.
-
-    Args:
-        quantized: scales may be there too.
-
-    Raises:
-        ModelError: names the file and the tensor that is missing, left over or of another shape.
-    """
-    dims = Dims.from_hf(hf_config)
-    expected = {
-        name: shape
-        for entry in entries(hf_config)
-        for name, shape in zip(entry.hf, entry.rule.hf_shapes(dims), strict=True)
-    }
-    held = files.names
-    if missing := [name for name in expected if name not in held]:
-        raise ModelError(f"{files.folder}: {len(missing)} tensors are missing, among them {missing[0]!r}")
-    allowed = {"lm_head.weight"} if is_tied(hf_config) else set()
-    ignored = (*_IGNORED_SUFFIXES, SCALE_SUFFIX) if quantized else _IGNORED_SUFFIXES
-    left_over = sorted(name for name in held - expected.keys() - allowed if not name.endswith(ignored))
-    if left_over and left_over[0].endswith(SCALE_SUFFIX):
-        raise ModelError(
-            f"{files.file(left_over[0])}: tensor {left_over[0]!r} is the scale of a quantised one; give the folder "
-            "that was quantised"
-        )
-    if left_over:
-        raise ModelError(
-            f"{files.file(left_over[0])}: nothing uses tensor {left_over[0]!r} ({len(left_over)} such tensors); "
-            "the folder's config.json describes another model"
-        )
-    for name, shape in expected.items():
-        if files.shape(name) != shape:
-            raise ModelError(
-                f"{files.file(name)}: tensor {name!r} has shape {files.shape(name)}, config.json implies {shape}"
-            )
+        by_param = {entry.param: entry for entry in spec.parameters()}
+        if spec.tie:  # the last of several pipeline stages has its own copy of the embedding
+            by_param["output_layer.weight"] = by_param["embedding.word_embeddings.weight"]
+        here = local.placement(chunks)
+        for name, parameter in local.parameters(chunks).items():
+            entry = by_param.get(name)
+            if entry is None:
+                raise ModelError(f"the model has a parameter {name!r} that no mapping of its family fills")
+            rank, size = here.tp_rank, here.tp_size
+            if entry.mapping.per_expert:
+                rank, size = here.expert_tp_rank, here.expert_tp_size
+            value = entry.mapping.shard([files.tensor(hf) for hf in entry.hf], spec, rank, size)
+            if value.shape != parameter.shape:
+                raise ModelError(
+                    f"parameter {name!r} has shape {tuple(parameter.shape)}, its mapping gives {tuple(value.shape)}"
+                )
+            parameter.copy_(value)

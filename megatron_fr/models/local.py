@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -32,7 +34,7 @@ class Placement:
     expert_tp_size: int
 
 
-def unwrap(module: torch.nn.Module) -> torch.nn.Module:
+def unwrap(module: Any) -> Any:
     """The GPT model inside wrappers such as ``DistributedDataParallel``."""
     while isinstance(getattr(module, "module", None), torch.nn.Module):
         module = module.module
@@ -56,24 +58,26 @@ def placement(chunks: Sequence[torch.nn.Module]) -> Placement:
     )
 
 
-def parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters by their names in the whole model, local layers' spelling.
+def parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """This rank's parameters and persistent buffers by their names in the whole model, local layers' spelling.
 
     Layer and expert numbers become global, and Transformer Engine's fused norms and grouped experts get the names
     that Megatron-Core's local layers have: ``decoder.layers.0.mlp.experts.linear_fc1.weight2`` on EP rank 1 of a
     second pipeline stage becomes ``decoder.layers.24.mlp.experts.local_experts.66.linear_fc1.weight``.
     """
-    found: dict[str, torch.nn.Parameter] = {}
+    found: dict[str, torch.Tensor] = {}
     models = [unwrap(chunk) for chunk in chunks]
     first_expert = _local_experts(models).start
     for model in models:
         layers = model.decoder.layers
-        for name, parameter in model.named_parameters():
-            found[_whole_name(name, layers, first_expert)] = parameter
+        kept = model.state_dict(keep_vars=True)
+        buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
+        for name, tensor in itertools.chain(model.named_parameters(), buffers):
+            found[_whole_name(name, layers, first_expert)] = tensor
     return found
 
 
-def _whole_name(name: str, layers: Sequence[torch.nn.Module], first_expert: int) -> str:
+def _whole_name(name: str, layers: Sequence[Any], first_expert: int) -> str:
     for fused, plain in _FUSED_NORMS:
         if name.endswith(fused):
             name = name.removesuffix(fused) + plain
@@ -82,7 +86,7 @@ def _whole_name(name: str, layers: Sequence[torch.nn.Module], first_expert: int)
     return _LOCAL_EXPERT.sub(lambda m: f".mlp.experts.local_experts.{int(m[1]) + first_expert}.", name)
 
 
-def _local_experts(models: Sequence[torch.nn.Module]) -> range:
+def _local_experts(models: Sequence[Any]) -> range:
     from megatron.core import parallel_state
 
     experts = models[0].config.num_moe_experts or 0

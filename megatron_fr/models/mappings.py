@@ -1,6 +1,6 @@
-"""The kinds of weight rules: how tensors named as in Hugging Face become one Megatron-Core parameter, and back.
+"""The kinds of weight mappings: how tensors named as in Hugging Face become one Megatron-Core parameter, and back.
 
-Each rule joins one parameter of the whole (unsharded) Megatron model to one or more Hugging Face tensors. ``{layer}``
+Each joins one parameter of the whole (unsharded) Megatron model to one or more Hugging Face tensors. ``{layer}``
 and ``{expert}`` in names stand for global indices from 0.
 
 Worked example, Qwen3-MoE with 8 experts, on TP 2 x EP 2 with expert TP 1:
@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
-from megatron_fr.models.dims import Dims
+from megatron_fr.models.sizes import Sizes
 
 
 class Sliceable(Protocol):
@@ -34,7 +34,7 @@ Shape = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Rule:
+class WeightMapping:
     """One parameter and its Hugging Face tensors.
 
     Attributes:
@@ -42,171 +42,141 @@ class Rule:
         hf: the Hugging Face names.
     """
 
+    #: The dtype in Megatron-Core and in Hugging Face files; None: the model's.
+    dtype: ClassVar[torch.dtype | None] = None
+
     param: str
     hf: tuple[str, ...]
-
-    @property
-    def per_layer(self) -> bool:
-        """Whether there is one for every layer."""
-        return "{layer}" in self.param
 
     @property
     def per_expert(self) -> bool:
         """Whether there is one for every expert; these shard over expert TP instead of TP."""
         return "{expert}" in self.param
 
-    def hf_shapes(self, dims: Dims) -> tuple[tuple[int, ...], ...]:
+    def hf_shapes(self, sizes: Sizes) -> tuple[tuple[int, ...], ...]:
         """The whole shapes, one for each name in ``hf``."""
         raise NotImplementedError
 
-    def shard(self, sources: Sequence[Sliceable], dims: Dims, rank: int, size: int) -> torch.Tensor:
+    def shard(self, sources: Sequence[Sliceable], sizes: Sizes, rank: int, size: int) -> torch.Tensor:
         """The parameter of TP rank ``rank`` of ``size``, reading no more of ``sources`` than it needs."""
         raise NotImplementedError
 
-    def gather(self, shards: Sequence[torch.Tensor], dims: Dims) -> tuple[torch.Tensor, ...]:
+    def gather(self, shards: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...]:
         """The whole Hugging Face tensors from the parameter's shards in TP rank order; undoes :meth:`shard`."""
         raise NotImplementedError
 
     @property
-    def axis(self) -> int | None:
-        """The axis along which TP ranks split the whole parameter; None where every rank holds the same."""
-        return 0
-
-    @property
-    def parts(self) -> int:
-        """How many pieces of the whole parameter, far apart along ``axis``, one rank's shard is made of."""
-        return 1
-
-    def piece(self, sources: Sequence[Sliceable], dims: Dims, rank: int, size: int, part: int) -> torch.Tensor:
-        """Piece ``part`` of the shard of ``rank``, reading only what it needs; see :meth:`piece_offset`."""
-        assert part == 0
-        return self.shard(sources, dims, rank, size)
-
-    def piece_offset(self, length: int, rank: int, size: int, part: int) -> int:
-        """Where along ``axis`` of the whole parameter a piece of ``length`` begins.
-
-        The whole parameter is the one of TP size 1 (its vocabulary padded for ``size``): Megatron's checkpoints store
-        that, in whatever pieces the ranks held.
-        """
-        return (part * size + rank) * length
-
-    @property
     def replicated(self) -> bool:
         """Whether every TP rank holds the same, so that one shard is enough to gather."""
-        return self.axis is None
+        return False
 
 
 @dataclass(frozen=True)
-class Copy(Rule):
+class Copy(WeightMapping):
     """The same tensor on every rank: norms, the router."""
 
     shape: Shape
 
-    def hf_shapes(self, dims: Dims) -> tuple[tuple[int, ...], ...]:
-        return (dims.shape(self.shape),)
+    def hf_shapes(self, sizes: Sizes) -> tuple[tuple[int, ...], ...]:
+        return (sizes.shape(self.shape),)
 
-    def shard(self, sources: Sequence[Sliceable], dims: Dims, rank: int, size: int) -> torch.Tensor:
+    def shard(self, sources: Sequence[Sliceable], sizes: Sizes, rank: int, size: int) -> torch.Tensor:
         return sources[0][:]
 
-    def gather(self, shards: Sequence[torch.Tensor], dims: Dims) -> tuple[torch.Tensor, ...]:
+    def gather(self, shards: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...]:
         return (shards[0],)
 
     @property
-    def axis(self) -> int | None:
-        return None
+    def replicated(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True)
-class VocabParallel(Rule):
+class Buffer(Copy):
+    """A tensor that is loaded, saved and synchronised, but never trained; float32 whatever the model's dtype."""
+
+    dtype: ClassVar[torch.dtype | None] = torch.float32
+
+
+@dataclass(frozen=True)
+class VocabParallel(WeightMapping):
     """Rows of the vocabulary in equal chunks; rows added to make them equal are zero and never come back."""
 
-    def hf_shapes(self, dims: Dims) -> tuple[tuple[int, ...], ...]:
-        return ((dims.vocab, dims.hidden),)
+    def hf_shapes(self, sizes: Sizes) -> tuple[tuple[int, ...], ...]:
+        return ((sizes.vocab, sizes.hidden),)
 
-    def shard(self, sources: Sequence[Sliceable], dims: Dims, rank: int, size: int) -> torch.Tensor:
-        rows = dims.padded_vocab(size) // size
-        start, stop = min(rank * rows, dims.vocab), min((rank + 1) * rows, dims.vocab)
+    def shard(self, sources: Sequence[Sliceable], sizes: Sizes, rank: int, size: int) -> torch.Tensor:
+        rows = sizes.padded_vocab(size) // size
+        start, stop = min(rank * rows, sizes.vocab), min((rank + 1) * rows, sizes.vocab)
         real = sources[0][start:stop]
         if len(real) == rows:
             return real
-        return torch.cat([real, real.new_zeros(rows - len(real), dims.hidden)])
+        return torch.cat([real, real.new_zeros(rows - len(real), sizes.hidden)])
 
-    def gather(self, shards: Sequence[torch.Tensor], dims: Dims) -> tuple[torch.Tensor, ...]:
-        return (_join(shards)[: dims.vocab],)
+    def gather(self, shards: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...]:
+        return (_join(shards)[: sizes.vocab],)
 
 
 @dataclass(frozen=True)
-class RowParallel(Rule):
+class RowParallel(WeightMapping):
     """Input columns in equal chunks: the attention's and the MLP's output projections."""
 
     shape: Shape
 
-    def hf_shapes(self, dims: Dims) -> tuple[tuple[int, ...], ...]:
-        return (dims.shape(self.shape),)
+    def hf_shapes(self, sizes: Sizes) -> tuple[tuple[int, ...], ...]:
+        return (sizes.shape(self.shape),)
 
-    def shard(self, sources: Sequence[Sliceable], dims: Dims, rank: int, size: int) -> torch.Tensor:
-        columns = dims.shape(self.shape)[1] // size
+    def shard(self, sources: Sequence[Sliceable], sizes: Sizes, rank: int, size: int) -> torch.Tensor:
+        columns = sizes.shape(self.shape)[1] // size
         return sources[0][:, rank * columns : (rank + 1) * columns]
 
-    def gather(self, shards: Sequence[torch.Tensor], dims: Dims) -> tuple[torch.Tensor, ...]:
+    def gather(self, shards: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...]:
         return (_join(shards, dim=1),)
-
-    @property
-    def axis(self) -> int | None:
-        return 1
 
 
 @dataclass(frozen=True)
-class GatedMLP(Rule):
+class GatedMLP(WeightMapping):
     """``hf`` is gate and up; each is chunked by rows, and a rank holds its chunk of gate above its chunk of up."""
 
     width: str
 
-    def hf_shapes(self, dims: Dims) -> tuple[tuple[int, ...], ...]:
-        return (dims.shape((self.width, "hidden")),) * 2
+    def hf_shapes(self, sizes: Sizes) -> tuple[tuple[int, ...], ...]:
+        return (sizes.shape((self.width, "hidden")),) * 2
 
-    def shard(self, sources: Sequence[Sliceable], dims: Dims, rank: int, size: int) -> torch.Tensor:
-        rows = dims.shape((self.width,))[0] // size
+    def shard(self, sources: Sequence[Sliceable], sizes: Sizes, rank: int, size: int) -> torch.Tensor:
+        rows = sizes.shape((self.width,))[0] // size
         return torch.cat([source[rank * rows : (rank + 1) * rows] for source in sources])
 
-    def gather(self, shards: Sequence[torch.Tensor], dims: Dims) -> tuple[torch.Tensor, ...]:
+    def gather(self, shards: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...]:
         halves = [shard.chunk(2) for shard in shards]
         return _join([gate for gate, _ in halves]), _join([up for _, up in halves])
 
-    @property
-    def parts(self) -> int:
-        return 2
-
-    def piece(self, sources: Sequence[Sliceable], dims: Dims, rank: int, size: int, part: int) -> torch.Tensor:
-        rows = dims.shape((self.width,))[0] // size
-        return sources[part][rank * rows : (rank + 1) * rows]
-
 
 @dataclass(frozen=True)
-class QKV(Rule):
+class QKV(WeightMapping):
     """``hf`` is q, k and v, weights or biases; rows are grouped by KV head: its query heads, its key, its value."""
 
     bias: bool = False
 
-    def hf_shapes(self, dims: Dims) -> tuple[tuple[int, ...], ...]:
-        tail = () if self.bias else (dims.hidden,)
-        return (dims.q_size, *tail), (dims.kv_size, *tail), (dims.kv_size, *tail)
+    def hf_shapes(self, sizes: Sizes) -> tuple[tuple[int, ...], ...]:
+        tail = () if self.bias else (sizes.hidden,)
+        return (sizes.q_size, *tail), (sizes.kv_size, *tail), (sizes.kv_size, *tail)
 
-    def shard(self, sources: Sequence[Sliceable], dims: Dims, rank: int, size: int) -> torch.Tensor:
+    def shard(self, sources: Sequence[Sliceable], sizes: Sizes, rank: int, size: int) -> torch.Tensor:
         parts = []
-        for source, whole in zip(sources, (dims.q_size, dims.kv_size, dims.kv_size), strict=True):
+        for source, whole in zip(sources, (sizes.q_size, sizes.kv_size, sizes.kv_size), strict=True):
             rows = whole // size
             part = source[rank * rows : (rank + 1) * rows]
-            parts.append(part.reshape(dims.kv_heads // size, -1, *part.shape[1:]))
+            parts.append(part.reshape(sizes.kv_heads // size, -1, *part.shape[1:]))
         grouped = torch.cat(parts, dim=1)
         return grouped.reshape(-1, *grouped.shape[2:])
 
-    def gather(self, shards: Sequence[torch.Tensor], dims: Dims) -> tuple[torch.Tensor, ...]:
+    def gather(self, shards: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...]:
         whole = _join(shards)
         tail = whole.shape[1:]
-        grouped = whole.reshape(dims.kv_heads, -1, *tail)
-        queries = dims.q_size // dims.kv_heads
-        q, k, v = grouped.split([queries, dims.head_dim, dims.head_dim], dim=1)
+        grouped = whole.reshape(sizes.kv_heads, -1, *tail)
+        queries = sizes.q_size // sizes.kv_heads
+        q, k, v = grouped.split([queries, sizes.head_dim, sizes.head_dim], dim=1)
         return q.reshape(-1, *tail), k.reshape(-1, *tail), v.reshape(-1, *tail)
 
 

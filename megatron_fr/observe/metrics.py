@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, SupportsFloat
 
 from megatron_fr.errors import MegatronFRError
@@ -14,14 +14,14 @@ from megatron_fr.errors import MegatronFRError
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 
-#: Key of the count of this row's non-finite values, which JSON cannot hold and are written as null.
+#: Count of the row's values that are not finite; JSON cannot hold them, so they are written as null.
 NON_FINITE = "metrics/non_finite"
 
 Row = dict[str, float | int | bool | None]
 
 
 class MetricsWriter:
-    """Appends to the record of a run; opening the folder of an earlier run goes on where it stopped.
+    """Appends rows to the record of a run, also to that of an earlier run in the same folder.
 
     Args:
         output_dir: the run's folder, made when missing.
@@ -37,11 +37,11 @@ class MetricsWriter:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _drop_partial_line(self.path)
-            # unbuffered: after a failed write nothing is pending that would fail again on closing
+            # Unbuffered: after a failed write nothing is left that would fail again on closing.
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             raise _unwritable(self.path, error) from error
-        from torch.utils.tensorboard import SummaryWriter  # imports torch, for which readers need not wait
+        from torch.utils.tensorboard import SummaryWriter  # slow: imports torch, which readers do not need
 
         self._board = SummaryWriter(str(folder / TENSORBOARD_FOLDER))
 
@@ -83,20 +83,17 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def read_metrics(path: str | Path) -> list[Row]:
-    """The rows of a record, one an update, in order.
+    """Rows of a record, one for each update, in order.
 
-    A resumed run repeats the updates since its checkpoint: what it repeats replaces what was written first. Rows
-    of the same update in succession (an evaluation beside its update) are merged.
+    Updates that a resumed run repeats replace the earlier ones. Successive rows of one update are merged.
 
     Raises:
-        MegatronFRError: the file is missing, holds no row, or a line is damaged (its number is named).
+        MegatronFRError: the file is missing, holds no row, or has a damaged line, whose number the message gives.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -104,7 +101,7 @@ def read_metrics(path: str | Path) -> list[Row]:
         raise MegatronFRError(f"metrics {path}: {error.strerror}; give the folder of a run") from error
     rows: list[Row] = []
     lines = text.split("\n")
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is cut off mid-write
+    for number, line in enumerate(lines[:-1], start=1):  # a line without newline is not finished
         try:
             row = json.loads(line)
             update = row["update"]
@@ -128,7 +125,7 @@ def held_out(rows: Sequence[Mapping[str, Any]], name: str) -> list[tuple[str, st
 
 
 def series(rows: list[Row], name: str) -> tuple[list[int], list[float]]:
-    """Updates and values of one metric, where it was recorded and finite."""
+    """Updates and values of one metric, without missing and null ones."""
     points = [(_update(row), value) for row in rows if (value := row.get(name)) is not None]
     return [update for update, _ in points], [float(value) for _, value in points]
 
@@ -145,14 +142,9 @@ def _plain(value: Any) -> float | int | bool | None:
 
 
 def _drop_partial_line(path: Path) -> None:
-    """Cut off a line that a killed process left unfinished, so that the next one starts at its beginning."""
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    end = content.rfind(b"\n") + 1
-    if end != len(content):
-        with path.open("r+b") as file:
-            file.truncate(end)
+    """Cut off the line that a killed process left unfinished."""
+    if path.exists():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def _unwritable(path: Path, error: OSError) -> MegatronFRError:

@@ -17,9 +17,9 @@ class Progress:
     """Prints a line for each update, and alarms as they appear.
 
     Args:
-        total_updates: N of "update k/N".
-        stream: where to; standard output by default.
-        clock: seconds, monotonic.
+        total_updates: the N of "update k/N".
+        stream: target of the lines; standard output by default.
+        clock: monotonic time in seconds.
     """
 
     def __init__(
@@ -32,13 +32,12 @@ class Progress:
         self._alarms = Alarms()
 
     def update(self, row: Metrics) -> None:
-        """Print the line of one update from the metrics the trainer records."""
-        print(self.line(row), file=self._stream or sys.stdout, flush=True)
-        for message in self._alarms.check(row):
-            print(f"  ! {message}", file=self._stream or sys.stdout, flush=True)
+        """Print the line of one update, and new alarms below it."""
+        for line in (self.line(row), *(f"  ! {message}" for message in self._alarms.check(row))):
+            print(line, file=self._stream or sys.stdout, flush=True)
 
     def line(self, row: Metrics) -> str:
-        """The line; a metric that is missing or not finite shows as ``-``."""
+        """Text of the line; a metric that is missing or not finite shows as ``-``."""
         number = int(row["update"] or 0)
         width = len(str(self.total_updates))
 
@@ -47,13 +46,13 @@ class Progress:
             return "-" if value is None else pattern.format(float(value))
 
         generated, trained = (_count(row.get(f"{side}/tokens_per_s")) for side in ("rollout", "train"))
+        head = f"update {number:>{width}}/{self.total_updates}"
         rewards = held_out([row], "reward/mean")
         evaluated = [f"{label} reward {show(key, '{:.3f}')}" for label, key in rewards if row[key] is not None]
-        head = f"update {number:>{width}}/{self.total_updates}"
-        if number == 0:  # before the first batch there is only a first sync and perhaps an evaluation
-            parts = [head, f"first sync: logprob diff {show('sync/probe_logprob_diff', '{:.1e}')}"]
-            parts += evaluated
-            return " | ".join(parts)
+        if number == 0:  # before the first batch
+            return " | ".join(
+                [head, f"first sync: logprob diff {show('sync/probe_logprob_diff', '{:.1e}')}", *evaluated]
+            )
         without_replay = ""
         if row.get("policy/train_rollout_logprob_diff_without_replay") is not None:
             without_replay = f" ({show('policy/train_rollout_logprob_diff_without_replay', '{:.1e}')} without replay)"
@@ -71,11 +70,10 @@ class Progress:
         ]
         if row.get("train/stepped") is not None and not row["train/stepped"]:
             parts.append("no signal, no step")
-        parts += evaluated
-        return " | ".join(parts)
+        return " | ".join([*parts, *evaluated])
 
     def _left(self, number: int) -> str:
-        """From the mean duration of this process's updates, evaluations and syncs included."""
+        """Time left, from the mean duration of this process's updates with their evaluations."""
         now = self._clock()
         if self._started is None or number <= self._started[0]:
             self._started = (number, now)

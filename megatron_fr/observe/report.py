@@ -1,18 +1,19 @@
-"""What became of a run, in words: ``megatron-fr report RUN_DIR``."""
+"""Summary of a run: ``megatron-fr report RUN_DIR``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_fr.errors import MissingExtraError
 from megatron_fr.observe.metrics import METRICS_FILE, Row, held_out, read_metrics, series
-from megatron_fr.observe.plot import plot_run
 from megatron_fr.observe.progress import duration
 
 PICTURE = "run.png"
 
 _WIDTH = 22
+_SIDES = (("rollout", "generated"), ("train", "trained"))
 
-#: Entries of a run's folder that a reader may look for, and what they are.
+#: Entries of a run's folder and what they hold.
 _RESULTS = (
     (PICTURE, "the run in one picture"),
     (METRICS_FILE, "every metric of every update"),
@@ -20,9 +21,7 @@ _RESULTS = (
     ("config.yaml", "the configuration as resolved"),
     ("checkpoints", "models as Hugging Face folders"),
     ("training_state", "training checkpoints; the same command goes on from the newest"),
-    ("final", "the trained model, a Hugging Face folder"),
     ("logs", "output of engines and trainer ranks"),
-    ("trajectories", "dumped trajectories"),
 )
 
 
@@ -40,12 +39,22 @@ def report_run(run_dir: str | Path) -> str:
     """
     folder = Path(run_dir)
     rows = read_metrics(folder / METRICS_FILE)
-    plot_run(folder / METRICS_FILE, folder / PICTURE)
+    note = _draw(folder)
     lines = [f"Run {folder.resolve().name}: {_extent(rows)}", ""]
     lines += [f"  {name:<{_WIDTH}}{text}" for name, text in _facts(rows) if text]
     lines += ["", f"Results in {folder.resolve()}:"]
     lines += [f"  {name:<{_WIDTH}}{what}" for name, what in _RESULTS if (folder / name).exists()]
-    return "\n".join(lines)
+    return "\n".join(lines + note)
+
+
+def _draw(folder: Path) -> list[str]:
+    """Draw the picture; says in one line why there is none without matplotlib."""
+    try:
+        from megatron_fr.observe.plot import plot_run
+    except MissingExtraError as error:
+        return ["", f"No {PICTURE}: {error}"]
+    plot_run(folder / METRICS_FILE, folder / PICTURE)
+    return []
 
 
 def _extent(rows: list[Row]) -> str:
@@ -79,15 +88,15 @@ def _facts(rows: list[Row]) -> list[tuple[str, str]]:
         ("log-prob. difference", _mean(rows, "policy/train_rollout_logprob_diff", "{:.1e}")),
         ("  without replay", _mean(rows, "policy/train_rollout_logprob_diff_without_replay", "{:.1e}")),
         ("  right after a sync", _mean(rows, "sync/probe_logprob_diff", "{:.1e}")),
-        ("routes missing", _routes_missing(rows)),
+        ("routes missing", _total(rows, "rollout/routes_missing", "trajectories took the live router")),
         ("tokens a second", _throughput(rows)),
         ("time split", _time_split(rows)),
-        ("non-finite values", _non_finite(rows)),
+        ("non-finite values", _total(rows, "metrics/non_finite", "recorded as null")),
     ]
 
 
 def _start_end(rows: list[Row], name: str, pattern: str, window: int | None = None) -> str:
-    """First against last; ``window`` values each (default a tenth of the run), so that noise is averaged out."""
+    """Mean of the first and of the last ``window`` values; a tenth of the run by default."""
     _, values = series(rows, name)
     if not values:
         return ""
@@ -109,12 +118,8 @@ def _mean_and_max(rows: list[Row], mean: str, largest: str, mean_pattern: str, m
 
 
 def _throughput(rows: list[Row]) -> str:
-    parts = []
-    for name, what in (("rollout/tokens_per_s", "generated"), ("train/tokens_per_s", "trained")):
-        _, values = series(rows, name)
-        if values:
-            parts.append(f"{sum(values) / len(values):,.0f} {what}")
-    return ", ".join(parts)
+    found = [(series(rows, f"{side}/tokens_per_s")[1], done) for side, done in _SIDES]
+    return ", ".join(f"{sum(values) / len(values):,.0f} {done}" for values, done in found if values)
 
 
 def _time_split(rows: list[Row]) -> str:
@@ -122,15 +127,10 @@ def _time_split(rows: list[Row]) -> str:
     if not whole:
         return ""
     names = ("wait", "forward_backward", "optimizer", "sync")
-    shares = [(name.replace("_", " and "), sum(series(rows, f"time/{name}")[1]) / whole) for name in names]
-    return ", ".join(f"{name} {share:.0%}" for name, share in shares)
+    shares = {name: sum(series(rows, f"time/{name}")[1]) / whole for name in names}
+    return ", ".join(f"{name.replace('_', ' and ')} {share:.0%}" for name, share in shares.items())
 
 
-def _routes_missing(rows: list[Row]) -> str:
-    total = sum(series(rows, "rollout/routes_missing")[1])
-    return f"{total:.0f} trajectories took the live router" if total else ""
-
-
-def _non_finite(rows: list[Row]) -> str:
-    total = sum(series(rows, "metrics/non_finite")[1])
-    return f"{total:.0f} recorded as null" if total else ""
+def _total(rows: list[Row], name: str, text: str) -> str:
+    total = sum(series(rows, name)[1])
+    return f"{total:.0f} {text}" if total else ""

@@ -5,58 +5,56 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
 
-from megatron_fr.agents.contract import Outcome, Prompt
-from megatron_fr.config import RunConfig
 from megatron_fr.engines.fleet import Fleet
 from megatron_fr.errors import CheckpointError, ConfigError, EngineError, MegatronFRError, RolloutEnded, TrajectoryError
-from megatron_fr.rollout.episode import EpisodePlayer
-from megatron_fr.rollout.evaluate import HeldOut, evaluate_sets
 from megatron_fr.rollout.event_loop_delay import EventLoopDelay
 from megatron_fr.rollout.metrics import batch_metrics
-from megatron_fr.rollout.queue import Batch, TrajectoryQueue
-from megatron_fr.rollout.runner import RunnerPool
-from megatron_fr.rollout.session import EngineSession
-from megatron_fr.rollout.staleness import StalenessGate
-from megatron_fr.rollout.state import StatefulParts, encode_state
-from megatron_fr.trajectory import Trajectory, encode
+from megatron_fr.rollout.probe import ProbeSampler
+from megatron_fr.rollout.queue import LeasedBatch
+from megatron_fr.rollout.state import encode_state, take_state
+from megatron_fr.rollout.training import TrainingRollouts
+from megatron_fr.trajectory import encode
 
 log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What the endpoints work on; ``failure`` is done once the run cannot go on."""
-
-    config: RunConfig
-    tokenizer: Any
-    prompts: Sequence[Prompt]
-    held_out: Sequence[HeldOut]
-    fleet: Fleet
-    gate: StalenessGate
-    queue: TrajectoryQueue
-    pool: RunnerPool
-    player: EpisodePlayer
-    lag: EventLoopDelay
-    failure: asyncio.Future[MegatronFRError]
-    state: StatefulParts
-    training: bool
-
-
 class Endpoints:
-    """One handler a call of the interface."""
+    """One handler a call of the interface.
 
-    def __init__(self, parts: Parts, version: int = 0) -> None:
-        self._parts = parts
+    Args:
+        evaluate: evaluates the weights that the engines hold; takes ``name``. None: there are no held-out prompts.
+        failure: done with the reason once the run cannot go on.
+        training: whether ``POST /start`` starts rollouts.
+        version: version of the weights that the trainer begins with.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        rollouts: TrainingRollouts,
+        probe: ProbeSampler,
+        *,
+        evaluate: Callable[..., Awaitable[tuple[dict[str, float], int]]] | None,
+        event_loop_delay: EventLoopDelay,
+        failure: asyncio.Future[MegatronFRError],
+        training: bool = True,
+        version: int = 0,
+    ) -> None:
+        self._fleet = fleet
+        self._rollouts = rollouts
+        self._probe_sampler = probe
+        self._run_evaluation = evaluate
+        self._event_loop_delay = event_loop_delay
+        self._failure = failure
+        self._training = training
         self._version = version
         self._batches_at = time.monotonic()
         self._tokens_at_last_lease = 0
@@ -84,15 +82,15 @@ class Endpoints:
         return web.json_response(
             {
                 "version": self._version,
-                "engines": self._parts.fleet.urls,
-                "queued": self._parts.queue.queued,
-                "in_flight": self._parts.pool.in_flight,
-                "consumed_batches": self._parts.gate.consumed_batches,
-                "started": self._parts.gate.started,
-                "finished": self._parts.pool.finished,
-                "failed": self._parts.gate.failed,
-                "dropped": self._parts.gate.dropped,
-                "tokens_generated": self._parts.fleet.tokens_generated,
+                "engines": self._fleet.urls,
+                "queued": self._rollouts.queue.queued,
+                "in_flight": self._rollouts.pool.in_flight,
+                "consumed_batches": self._rollouts.gate.consumed_batches,
+                "started": self._rollouts.gate.started,
+                "finished": self._rollouts.pool.finished,
+                "failed": self._rollouts.gate.failed,
+                "dropped": self._rollouts.gate.dropped,
+                "tokens_generated": self._fleet.tokens_generated,
             }
         )
 
@@ -105,14 +103,14 @@ class Endpoints:
                 "give both the same checkpoint"
             )
         self._raise_failure()
-        self._parts.fleet.set_version(self._version)
-        if self._parts.training:
-            self._parts.pool.start()
+        self._fleet.set_version(self._version)
+        if self._training:
+            self._rollouts.pool.start()
         return web.json_response({})
 
     async def _state(self, _: web.Request) -> web.Response:
         # Taken in one go between two events; packing hundreds of megabytes of routes must not hold up the others.
-        payload = await asyncio.to_thread(encode_state, self._parts.state.snapshot(self._version))
+        payload = await asyncio.to_thread(encode_state, take_state(self._rollouts, self._version))
         return web.Response(body=payload, content_type="application/octet-stream")
 
     async def _lease(self, request: web.Request) -> web.Response:
@@ -121,30 +119,25 @@ class Endpoints:
         async with self._leasing:
             while True:
                 self._raise_failure()
-                seen = self._parts.pool.finished
-                batch = self._parts.queue.lease(body["version"])
+                seen = self._rollouts.pool.finished
+                batch = self._rollouts.queue.lease(body["version"])
                 if batch is not None:
                     return web.json_response(self._leased(batch))
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return web.Response(status=204)
-                arrival = asyncio.ensure_future(self._parts.pool.wait_arrival(seen))
-                waited_for: set[asyncio.Future[Any]] = {arrival, self._parts.failure}
-                try:
-                    await asyncio.wait(waited_for, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    arrival.cancel()
+                await self._unless_failed(self._rollouts.pool.wait_arrival(seen), within_s=left)
 
-    def _leased(self, batch: Batch) -> dict[str, Any]:
-        now, tokens = time.monotonic(), self._parts.fleet.tokens_generated
+    def _leased(self, batch: LeasedBatch) -> dict[str, Any]:
+        now, tokens = time.monotonic(), self._fleet.tokens_generated
         metrics = batch_metrics(batch.trajectories, batch.lags) | {
             "rollout/tokens_per_s": (tokens - self._tokens_at_last_lease) / max(1e-6, now - self._batches_at),
-            "rollout/in_flight": float(self._parts.pool.in_flight),
-            "rollout/queued": float(self._parts.queue.queued),
-            "rollout/dropped_total": float(self._parts.gate.dropped),
-            "rollout/failed_total": float(self._parts.gate.failed),
-            "rollout/refused_total": float(self._parts.pool.refused),
-            "rollout/event_loop_delay_ms": self._parts.lag.take_worst_ms(),
+            "rollout/in_flight": float(self._rollouts.pool.in_flight),
+            "rollout/queued": float(self._rollouts.queue.queued),
+            "rollout/dropped_total": float(self._rollouts.gate.dropped),
+            "rollout/failed_total": float(self._rollouts.gate.failed),
+            "rollout/refused_total": float(self._rollouts.pool.refused),
+            "rollout/event_loop_delay_ms": self._event_loop_delay.take_worst_ms(),
         }
         self._batches_at, self._tokens_at_last_lease = now, tokens
         items = [
@@ -166,88 +159,56 @@ class Endpoints:
     async def _trajectories(self, request: web.Request) -> web.Response:
         ids = [i for i in request.query.get("ids", "").split(",") if i]
         # Routes of long trajectories make this hundreds of megabytes; the event loop must go on meanwhile.
-        payload = await asyncio.to_thread(encode, self._parts.queue.fetch(ids))
+        payload = await asyncio.to_thread(encode, self._rollouts.queue.fetch(ids))
         return web.Response(body=payload, content_type="application/octet-stream")
 
     async def _commit(self, request: web.Request) -> web.Response:
         body = await _body(request, batch_id=str, version=int, stepped=bool)
-        if self._parts.queue.commit(body["batch_id"]):
-            self._parts.gate.commit()
+        if self._rollouts.commit(body["batch_id"]):
             self._version = max(self._version, body["version"])
-            self._parts.fleet.set_version(self._version)
-            self._parts.pool.wake()
+            self._fleet.set_version(self._version)
         return web.json_response({})
 
     async def _evaluate(self, request: web.Request) -> web.Response:
         body = await _body(request, name=str)
-        if not self._parts.held_out:
+        if self._run_evaluation is None:
             raise ConfigError("there are no held-out prompts to evaluate on; set data.eval or evaluation.sets")
         async with self._evaluating:
-            job = asyncio.ensure_future(
-                evaluate_sets(
-                    self._parts.player,
-                    self._parts.held_out,
-                    pass_threshold=self._parts.config.evaluation.pass_threshold,
-                    concurrency=self._parts.config.rollout.max_concurrent_trajectories,
-                    name=body["name"],
-                )
-            )
-            waited_for: set[asyncio.Future[Any]] = {job, self._parts.failure}
-            try:
-                await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
-                self._raise_failure()
-                metrics, count = job.result()
-            finally:
-                job.cancel()
-                await asyncio.gather(job, return_exceptions=True)
+            result = await self._unless_failed(self._run_evaluation(name=body["name"]))
+        assert result is not None
+        metrics, count = result
         return web.json_response({"metrics": metrics, "num_trajectories": count})
 
     async def _probe(self, request: web.Request) -> web.Response:
         body = await _body(request, engine=str, max_tokens=int)
         self._raise_failure()
-        trajectory = await self._probe_trajectory(body["engine"], max(1, body["max_tokens"]))
-        return web.Response(body=encode([trajectory]), content_type="application/octet-stream")
-
-    async def _probe_trajectory(self, engine: str, max_tokens: int) -> Trajectory:
-        prompt = random.choice(self._parts.prompts)
-        session = EngineSession(
-            self._parts.fleet.client(engine),
-            self._parts.player.limits,
-            max_new_tokens=max_tokens,
-            want_routes=self._parts.player.want_routes,
-            probe=True,
-        )
-        session.observe(self._encode_prompt(prompt)[: self._parts.player.limits.max_context - max_tokens])
+        client = self._fleet.client(body["engine"])
         try:
-            generation = await session.generate(stop_token_ids=[])
+            trajectory = await self._probe_sampler.sample(client, max(1, body["max_tokens"]))
         except EngineError as error:
             # One failed request: the trainer may try again. If the engine died, it learns that then.
             raise web.HTTPBadGateway(text=json.dumps({"error": str(error)}), content_type="application/json") from error
-        trajectory = session.finish(
-            Outcome((), generation.finish_reason, 1),
-            trajectory_id="probe",
-            prompt_id=prompt.id,
-            group_id="probe",
-            reward=0.0,
-            reward_parts={},
-        )
-        trajectory.validate(self._parts.player.limits)
-        return trajectory
+        return web.Response(body=encode([trajectory]), content_type="application/octet-stream")
 
-    def _encode_prompt(self, prompt: Prompt) -> list[int]:
-        messages = [dict(m) for m in prompt.messages]
-        if getattr(self._parts.tokenizer, "chat_template", None):
-            options = self._parts.config.agent.chat_template_kwargs
-            text = self._parts.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **options
-            )
-        else:
-            text = "\n".join(str(m.get("content")) for m in messages)
-        return list(self._parts.tokenizer(text, add_special_tokens=False)["input_ids"])
+    async def _unless_failed[T](self, work: Awaitable[T], within_s: float | None = None) -> T | None:
+        """The result of ``work``, or None when it takes longer; it is cancelled then.
+
+        Raises:
+            MegatronFRError: the run cannot go on; raised at once.
+        """
+        job = asyncio.ensure_future(work)
+        waited_for: set[asyncio.Future[Any]] = {job, self._failure}
+        try:
+            await asyncio.wait(waited_for, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+            self._raise_failure()
+            return job.result() if job.done() else None
+        finally:
+            job.cancel()
+            await asyncio.gather(job, return_exceptions=True)
 
     def _raise_failure(self) -> None:
-        if self._parts.failure.done():
-            raise self._parts.failure.result()
+        if self._failure.done():
+            raise self._failure.result()
 
 
 async def _body(request: web.Request, **fields: type | tuple[type, ...]) -> dict[str, Any]:

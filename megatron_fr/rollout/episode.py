@@ -22,8 +22,8 @@ class Rewards(Protocol):
 
 
 @dataclass(frozen=True)
-class EpisodePlayer:
-    """Everything that episodes share."""
+class EpisodeRunner:
+    """Runs episodes, any number at a time; holds what they share."""
 
     fleet: Fleet
     agent: Agent
@@ -32,7 +32,7 @@ class EpisodePlayer:
     config: RolloutConfig
     want_routes: bool
 
-    async def play(
+    async def run(
         self,
         prompt: Prompt,
         *,

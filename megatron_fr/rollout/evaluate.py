@@ -11,7 +11,7 @@ from megatron_fr.agents.contract import Prompt
 from megatron_fr.agents.rewards import FatalRewardError
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import MegatronFRError, RolloutEnded
-from megatron_fr.rollout.episode import EpisodePlayer
+from megatron_fr.rollout.episode import EpisodeRunner
 from megatron_fr.rollout.metrics import evaluation_metrics
 from megatron_fr.rollout.prompts import load_prompts
 from megatron_fr.rollout.runner import MAX_ATTEMPTS
@@ -43,14 +43,14 @@ def load_held_out(config: RunConfig) -> list[HeldOut]:
 
 
 async def evaluate_sets(
-    player: EpisodePlayer, sets: Sequence[HeldOut], *, concurrency: int, pass_threshold: float, name: str
+    episodes: EpisodeRunner, sets: Sequence[HeldOut], *, concurrency: int, pass_threshold: float, name: str
 ) -> tuple[dict[str, float], int]:
     """:func:`evaluate` each set in turn; a named set's metrics have its name and a slash before theirs."""
     metrics: dict[str, float] = {}
     total = 0
     for held_out in sets:
         found, count = await evaluate(
-            player, held_out, concurrency=concurrency, pass_threshold=pass_threshold, name=name
+            episodes, held_out, concurrency=concurrency, pass_threshold=pass_threshold, name=name
         )
         prefix = f"{held_out.name}/" if held_out.name else ""
         metrics |= {prefix + key: value for key, value in found.items()}
@@ -59,7 +59,7 @@ async def evaluate_sets(
 
 
 async def evaluate(
-    player: EpisodePlayer, held_out: HeldOut, *, concurrency: int, pass_threshold: float, name: str
+    episodes: EpisodeRunner, held_out: HeldOut, *, concurrency: int, pass_threshold: float, name: str
 ) -> tuple[dict[str, float], int]:
     """Roll every prompt out ``held_out.samples`` times, at its temperature.
 
@@ -81,7 +81,7 @@ async def evaluate(
             for attempt in range(MAX_ATTEMPTS):
                 identity = f"eval-{name}-{number:05d}-{sample}"
                 try:
-                    return await player.play(
+                    return await episodes.run(
                         prompt, trajectory_id=identity, group_id=identity, temperature=held_out.temperature
                     )
                 except FatalRewardError:

@@ -22,6 +22,6 @@ class EventLoopDelay:
             self._worst_s = max(self._worst_s, time.monotonic() - started - _TICK_S)
 
     def take_worst_ms(self) -> float:
-        """The worst lag since the last call, milliseconds."""
+        """The worst delay since the last call, milliseconds."""
         worst, self._worst_s = self._worst_s, 0.0
         return 1000 * worst

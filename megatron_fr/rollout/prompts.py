@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,55 +46,6 @@ def load_prompts(source: str | Path, split: str = "train") -> list[Prompt]:
             )
         seen[prompt.id] = number
     return prompts
-
-
-class PromptCursor:
-    """Endless prompts, epoch after epoch, in an order that depends on ``seed`` and position alone.
-
-    Args:
-        prompts: at least one.
-        seed: of the shuffling.
-        shuffle: give each epoch its own random order; else every epoch follows the file.
-    """
-
-    def __init__(self, prompts: Sequence[Prompt], seed: int = 0, shuffle: bool = True) -> None:
-        if not prompts:
-            raise ConfigError("there are no prompts to draw from")
-        self._prompts = prompts
-        self._seed = seed
-        self._shuffle = shuffle
-        self._position = 0
-        self._order: list[int] = []
-        self._order_epoch = -1
-
-    @property
-    def position(self) -> int:
-        """How many prompts were taken."""
-        return self._position
-
-    @property
-    def epoch(self) -> int:
-        """Of the next prompt, from 0."""
-        return self._position // len(self._prompts)
-
-    def seek(self, position: int) -> None:
-        """Go to where :attr:`position` was ``position``."""
-        if position < 0:
-            raise ValueError(f"position={position} is negative")
-        self._position = position
-
-    def __iter__(self) -> Iterator[Prompt]:
-        return self
-
-    def __next__(self) -> Prompt:
-        if self._order_epoch != self.epoch:
-            self._order_epoch = self.epoch
-            self._order = list(range(len(self._prompts)))
-            if self._shuffle:
-                random.Random(f"{self._seed}/{self.epoch}").shuffle(self._order)
-        prompt = self._prompts[self._order[self._position % len(self._prompts)]]
-        self._position += 1
-        return prompt
 
 
 _Record = tuple[str, int, Any]  # where it is, its number from 0, its content

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Batch:
+class LeasedBatch:
     """``B`` trajectories leased for one update.
 
     ``lags[i]`` is the leasing version minus the oldest version among that trajectory's action tokens.
@@ -55,7 +55,7 @@ class TrajectoryQueue:
         self._on_drop = on_drop
         self._ready: deque[tuple[Trajectory, ...]] = deque()
         self._partial: dict[str, list[Trajectory]] = {}
-        self._leased: Batch | None = None
+        self._leased: LeasedBatch | None = None
         self._committed: str | None = None
         self._next_batch = 0
 
@@ -70,8 +70,8 @@ class TrajectoryQueue:
         Raises:
             TrajectoryError: it breaks the contract and was not added.
         """
-        if trajectory.routed_experts is not None and (problem := trajectory.route_problem(self._limits)) is not None:
-            trajectory.routed_experts, trajectory.route_error = None, problem
+        if trajectory.routed_experts is not None and (reason := trajectory.check_routes(self._limits)) is not None:
+            trajectory.routed_experts, trajectory.route_error = None, reason
         if trajectory.route_error is not None:
             log.warning("trajectory %s: routes dropped: %s", trajectory.id, trajectory.route_error)
         trajectory.validate(self._limits)
@@ -89,7 +89,7 @@ class TrajectoryQueue:
         if members:
             self._on_drop(len(members))
 
-    def lease(self, version: int) -> Batch | None:
+    def lease(self, version: int) -> LeasedBatch | None:
         """The next batch for an update of policy ``version``, or None while there is no full one."""
         again = self._leased
         if again is not None:
@@ -103,7 +103,7 @@ class TrajectoryQueue:
             batch_id = again.batch_id
         else:
             batch_id, self._next_batch = f"batch-{self._next_batch:06d}", self._next_batch + 1
-        self._leased = Batch(batch_id, trajectories, tuple(version - t.oldest_version for t in trajectories))
+        self._leased = LeasedBatch(batch_id, trajectories, tuple(version - t.oldest_version for t in trajectories))
         return self._leased
 
     def fetch(self, ids: Sequence[str]) -> list[Trajectory]:

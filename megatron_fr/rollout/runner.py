@@ -7,12 +7,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_fr.agents.contract import Prompt
 from megatron_fr.agents.rewards import FatalRewardError
 from megatron_fr.errors import MegatronFRError, RolloutEnded, TrajectoryError
-from megatron_fr.rollout.episode import EpisodePlayer
+from megatron_fr.rollout.episode import EpisodeRunner
 from megatron_fr.rollout.queue import TrajectoryQueue
 from megatron_fr.rollout.staleness import StalenessGate
 
@@ -26,7 +26,7 @@ _BACKOFF_S = 0.5
 
 
 @dataclass
-class _Group:
+class Group:
     """The rollouts of one prompt; one member with algorithms that use no groups."""
 
     id: str
@@ -35,30 +35,20 @@ class _Group:
 
 
 @dataclass
-class _Member:
-    """One rollout that the gate has let in."""
+class Member:
+    """One rollout that the gate has let in; after a restart it runs again from its prompt."""
 
-    group: _Group
+    group: Group
     index: int
-    admitted: float
     attempt: int = 0
-
-
-@dataclass(frozen=True)
-class Unfinished:
-    """A rollout that the gate has let in and that has not ended; after a restart it runs again from its prompt."""
-
-    group_id: str
-    prompt: Prompt
-    index: int
-    attempt: int
+    since: float = field(default_factory=time.monotonic)  # when it was let in or failed
 
 
 class RunnerPool:
     """Keeps up to ``runners`` trajectories going while the gate allows it.
 
     Args:
-        player: plays one episode.
+        episodes: runs one episode.
         prompts: endless.
         runners: concurrent trajectories.
         group_size: rollouts of one prompt, let in together.
@@ -72,7 +62,7 @@ class RunnerPool:
 
     def __init__(
         self,
-        player: EpisodePlayer,
+        episodes: EpisodeRunner,
         prompts: Iterator[Prompt],
         gate: StalenessGate,
         queue: TrajectoryQueue,
@@ -81,15 +71,15 @@ class RunnerPool:
         group_size: int,
         on_fatal: Callable[[MegatronFRError], None],
     ) -> None:
-        self._player = player
+        self._episodes = episodes
         self._prompts = prompts
         self._gate = gate
         self._queue = queue
         self._runners = runners
         self._group_size = group_size
         self._on_fatal = on_fatal
-        self._admitted: deque[_Member] = deque()
-        self._playing: list[_Member] = []
+        self._waiting: deque[Member] = deque()
+        self._running: list[Member] = []
         self._opened = asyncio.Event()
         self._arrived = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -112,20 +102,16 @@ class RunnerPool:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
 
-    def snapshot(self) -> tuple[list[Unfinished], int, int]:
+    def snapshot(self) -> tuple[list[Member], int, int]:
         """``(unfinished, doomed, groups)``: rollouts to run again in order, how many others run for groups that were
         given up (they will be dropped), and how many groups were opened."""
-        members = [*self._playing, *self._admitted]
+        members = [*self._running, *self._waiting]
         alive = sorted((m for m in members if m.group.alive), key=lambda m: (m.group.id, m.index))
-        unfinished = [Unfinished(m.group.id, m.group.prompt, m.index, m.attempt) for m in alive]
-        return unfinished, len(members) - len(alive), self._groups
+        return alive, len(members) - len(alive), self._groups
 
-    def restore(self, unfinished: Sequence[Unfinished], groups: int) -> None:
+    def restore(self, unfinished: Sequence[Member], groups: int) -> None:
         """Put a :meth:`snapshot` into a pool that was not started; the gate has counted these rollouts already."""
-        by_id: dict[str, _Group] = {}
-        for rollout in unfinished:
-            group = by_id.setdefault(rollout.group_id, _Group(rollout.group_id, rollout.prompt))
-            self._admitted.append(_Member(group, rollout.index, time.monotonic(), rollout.attempt))
+        self._waiting.extend(unfinished)
         self._groups = groups
 
     def wake(self) -> None:
@@ -150,25 +136,24 @@ class RunnerPool:
             finally:
                 self.in_flight -= 1
 
-    async def _next(self) -> _Member:
-        while not self._admitted:
+    async def _next(self) -> Member:
+        while not self._waiting:
             if self._gate.may_start(self._group_size):
                 self._open_group()
             else:
                 self._opened.clear()
                 await self._opened.wait()
-        return self._admitted.popleft()
+        return self._waiting.popleft()
 
     def _open_group(self) -> None:
-        group = _Group(f"{self._groups:06d}", next(self._prompts))
+        group = Group(f"{self._groups:06d}", next(self._prompts))
         self._groups += 1
         self._gate.start(self._group_size)
-        now = time.monotonic()
-        self._admitted += [_Member(group, index, now) for index in range(self._group_size)]
+        self._waiting += [Member(group, index) for index in range(self._group_size)]
         self.wake()
 
-    async def _run(self, member: _Member) -> None:
-        """Play one member; raises only what must end the run."""
+    async def _run(self, member: Member) -> None:
+        """Run one member; raises only what must end the run."""
         trajectory_id = member.group.id
         if self._group_size > 1:
             trajectory_id += f"-{member.index}"
@@ -177,16 +162,16 @@ class RunnerPool:
         try:
             # Nothing is awaited between the end of this and the queue or the next attempt, so that a snapshot finds
             # every rollout in exactly one place.
-            self._playing.append(member)
+            self._running.append(member)
             try:
-                trajectory = await self._player.play(
+                trajectory = await self._episodes.run(
                     member.group.prompt,
                     trajectory_id=trajectory_id,
                     group_id=member.group.id,
-                    queued_s=time.monotonic() - member.admitted,
+                    queued_s=time.monotonic() - member.since,
                 )
             finally:
-                self._playing.remove(member)
+                self._running.remove(member)
             if not member.group.alive:
                 self._gate.drop()
                 self.wake()
@@ -207,7 +192,7 @@ class RunnerPool:
             self._failures_in_a_row = 0
             self._arrived.set()
 
-    def _failed(self, member: _Member, trajectory_id: str, error: Exception, *, retry: bool) -> None:
+    def _failed(self, member: Member, trajectory_id: str, error: Exception, *, retry: bool) -> None:
         group = member.group
         self._gate.fail()
         self._failures_in_a_row += 1
@@ -228,17 +213,17 @@ class RunnerPool:
             )
         if retry:
             self._gate.start()
-            self._admitted.append(_Member(group, member.index, time.monotonic(), member.attempt + 1))
+            self._waiting.append(Member(group, member.index, member.attempt + 1))
         elif group.alive:
             self._give_up(group)
         self.wake()
 
-    def _give_up(self, group: _Group) -> None:
+    def _give_up(self, group: Group) -> None:
         """The group will never be complete: drop what it has, and what it still has to run."""
         group.alive = False
         self._queue.discard_group(group.id)
-        waiting = [m for m in self._admitted if m.group is group]
-        self._admitted = deque(m for m in self._admitted if m.group is not group)
+        waiting = [m for m in self._waiting if m.group is group]
+        self._waiting = deque(m for m in self._waiting if m.group is not group)
         if waiting:
             self._gate.drop(len(waiting))
         if self._group_size > 1:

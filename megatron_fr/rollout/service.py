@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from aiohttp import web
 
@@ -17,19 +18,25 @@ from megatron_fr.config import RunConfig
 from megatron_fr.engines.fleet import Fleet
 from megatron_fr.engines.probe import probe_engine
 from megatron_fr.errors import MegatronFRError, RolloutEnded
+from megatron_fr.hf.folder import read_spec
 from megatron_fr.rollout import setup
-from megatron_fr.rollout.endpoints import Endpoints, Parts
-from megatron_fr.rollout.episode import EpisodePlayer
-from megatron_fr.rollout.evaluate import load_held_out
+from megatron_fr.rollout.endpoints import Endpoints
+from megatron_fr.rollout.episode import EpisodeRunner
+from megatron_fr.rollout.evaluate import HeldOut, evaluate_sets, load_held_out
 from megatron_fr.rollout.event_loop_delay import EventLoopDelay
-from megatron_fr.rollout.prompts import PromptCursor, load_prompts
-from megatron_fr.rollout.queue import TrajectoryQueue
-from megatron_fr.rollout.runner import RunnerPool
-from megatron_fr.rollout.staleness import StalenessGate
-from megatron_fr.rollout.state import StatefulParts, describe_prompts, read_state
+from megatron_fr.rollout.probe import ProbeSampler
+from megatron_fr.rollout.prompts import load_prompts
+from megatron_fr.rollout.state import read_state, restore_state
+from megatron_fr.rollout.training import TrainingRollouts
 from megatron_fr.runtime.device import resolve_device
 
 log = logging.getLogger(__name__)
+
+
+class _Startable(Protocol):
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
 
 
 class RolloutService:
@@ -54,7 +61,8 @@ class RolloutService:
         self._background: list[asyncio.Task[Any]] = []
         self._exit = contextlib.AsyncExitStack()
         self._url: str | None = None
-        self._parts: Parts | None = None
+        self._fleet: Fleet | None = None
+        self._rollouts: TrainingRollouts | None = None
         self.failure: asyncio.Future[MegatronFRError] = asyncio.get_running_loop().create_future()
 
     @property
@@ -85,7 +93,7 @@ class RolloutService:
     async def _start(self) -> None:
         config, rollout = self._config, self._config.rollout
         device = resolve_device(config.device)
-        limits = setup.model_limits(setup.load_hf_config(config.model.path), rollout.max_context)
+        limits = setup.model_limits(read_spec(config.model.path), rollout.max_context)
         want_routes = setup.wants_routes(config, limits)
         tokenizer = setup.load_tokenizer(config.model.path)
         prompts = load_prompts(config.data.train, config.data.train_split)
@@ -93,73 +101,65 @@ class RolloutService:
         specs = setup.engine_specs(config, device, limits)
         restored = read_state(self._restore) if self._restore is not None else None
 
-        rewards = RewardRunner(config.reward, Path(config.output) / "logs" / "reward.log")
-        self._exit.push_async_callback(rewards.stop)
-        await rewards.start()
-        agent = make_agent(config.agent, tokenizer)
-        self._exit.push_async_callback(agent.stop)
-        await agent.start()
-        fleet = Fleet(specs, limits, temperature=rollout.temperature, request_timeout_s=rollout.request_timeout_s)
-        self._exit.push_async_callback(fleet.stop)
-        await fleet.start()
+        rewards = await self._started(RewardRunner(config.reward, Path(config.output) / "logs" / "reward.log"))
+        agent = await self._started(make_agent(config.agent, tokenizer))
+        fleet = await self._started(
+            Fleet(specs, limits, temperature=rollout.temperature, request_timeout_s=rollout.request_timeout_s)
+        )
         for client in fleet.clients:
             await probe_engine(client, limits, want_routes=want_routes)
 
-        batch_size, group_size = config.train.batch_size, config.algorithm.group_size
-        gate = StalenessGate(batch_size, config.max_policy_lag)
-
-        def dropped(count: int) -> None:
-            gate.drop(count)
-            pool.wake()
-
-        queue = TrajectoryQueue(
-            batch_size=batch_size,
-            group_size=group_size,
-            max_policy_lag=config.max_policy_lag,
-            limits=limits,
-            on_drop=dropped,
-        )
-        player = EpisodePlayer(fleet, agent, rewards, limits, rollout, want_routes)
-        cursor = PromptCursor(prompts, config.seed, config.data.shuffle)
-        pool = RunnerPool(
-            player,
-            cursor,
-            gate,
-            queue,
-            runners=rollout.max_concurrent_trajectories,
-            group_size=group_size,
-            on_fatal=self._fail,
-        )
-        self._exit.push_async_callback(pool.stop)
-        source = describe_prompts(prompts, config.seed, config.data.shuffle)
-        state = StatefulParts(cursor, prompts, source, gate, queue, pool)
+        episodes = EpisodeRunner(fleet, agent, rewards, limits, rollout, want_routes)
+        rollouts = TrainingRollouts(config, prompts, episodes, limits, on_fatal=self._fail)
+        self._exit.push_async_callback(rollouts.pool.stop)
         if restored is not None:
-            state.restore(restored)
-        self._parts = Parts(
-            config=config,
-            tokenizer=tokenizer,
-            prompts=prompts,
-            held_out=held_out,
-            fleet=fleet,
-            gate=gate,
-            queue=queue,
-            pool=pool,
-            player=player,
-            lag=EventLoopDelay(),
+            restore_state(rollouts, restored)
+        self._fleet, self._rollouts = fleet, rollouts
+        delay = EventLoopDelay()
+        endpoints = Endpoints(
+            fleet,
+            rollouts,
+            ProbeSampler(
+                tokenizer,
+                prompts,
+                limits,
+                want_routes=want_routes,
+                template_kwargs=config.agent.chat_template_kwargs,
+            ),
+            evaluate=self._evaluation(episodes, held_out),
+            event_loop_delay=delay,
             failure=self.failure,
-            state=state,
             training=self._training,
+            version=restored.counters.version if restored is not None else 0,
         )
-        await self._serve(self._parts, restored.counters.version if restored is not None else 0)
+        await self._serve(endpoints)
         self._exit.push_async_callback(self._end_background)
-        self._in_background(self._parts.lag.run())
+        self._in_background(delay.run())
         self._in_background(self._watch(fleet))
         if self._training and restored is None:
-            pool.start()
+            rollouts.pool.start()
 
-    async def _serve(self, parts: Parts, version: int) -> None:
+    async def _started[T: _Startable](self, part: T) -> T:
+        self._exit.push_async_callback(part.stop)
+        await part.start()
+        return part
+
+    def _evaluation(
+        self, episodes: EpisodeRunner, held_out: Sequence[HeldOut]
+    ) -> Callable[..., Awaitable[tuple[dict[str, float], int]]] | None:
+        if not held_out:
+            return None
+        return partial(
+            evaluate_sets,
+            episodes,
+            held_out,
+            pass_threshold=self._config.evaluation.pass_threshold,
+            concurrency=self._config.rollout.max_concurrent_trajectories,
+        )
+
+    async def _serve(self, endpoints: Endpoints) -> None:
         host = self._config.rollout.host
-        runner = web.AppRunner(Endpoints(parts, version).application(), shutdown_timeout=0.2, access_log=None)
+        runner = web.AppRunner(endpoints.application(), shutdown_timeout=0.2, access_log=None)
         await runner.setup()
         self._exit.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, host, 0).start()
@@ -170,11 +170,11 @@ class RolloutService:
 
     def _fail(self, error: MegatronFRError) -> None:
         """The run cannot go on. An engine's death explains whatever else failed because of it."""
-        if self.failure.done() or self._parts is None:
+        if self.failure.done() or self._fleet is None or self._rollouts is None:
             return
-        self.failure.set_result(self._parts.fleet.death() or error)
+        self.failure.set_result(self._fleet.death() or error)
         log.error("the run cannot go on: %s", self.failure.result())
-        self._in_background(self._parts.pool.stop())
+        self._in_background(self._rollouts.pool.stop())
 
     def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
         self._background.append(asyncio.create_task(work))

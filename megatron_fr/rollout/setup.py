@@ -7,32 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fr.config import RunConfig
-from megatron_fr.config.paths import check_model_path
 from megatron_fr.engines.engine import EngineSpec
 from megatron_fr.errors import ConfigError, ModelError
-from megatron_fr.models.dims import Dims
+from megatron_fr.models.spec import ModelSpec
 from megatron_fr.runtime.device import Device
 from megatron_fr.trajectory import ModelLimits
 
 _ANY_ADDRESS = ("0.0.0.0", "::", "")
 #: Of an engine, above its share: for the probe after a sync, and for requests given up here that still run there.
 _SPARE_SLOTS = 4
-
-
-def load_hf_config(path: str) -> Any:
-    """The transformers configuration of the policy.
-
-    Raises:
-        ModelError: there is none.
-    """
-    check_model_path(path)
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"model.path={path!r} is no Hugging Face model: {reason}") from error
 
 
 def load_tokenizer(path: str) -> Any:
@@ -50,24 +33,21 @@ def load_tokenizer(path: str) -> Any:
         raise ModelError(f"model.path={path!r} has no usable tokenizer: {reason}") from error
 
 
-def model_limits(hf_config: Any, max_context: int) -> ModelLimits:
+def model_limits(spec: ModelSpec, max_context: int) -> ModelLimits:
     """What trajectories of this model may contain.
 
     Raises:
-        ModelError: only some of its layers have experts, which the engine cannot load.
+        ModelError: the engine cannot serve it.
     """
-    dims = Dims.from_hf(hf_config)
-    if 0 < len(dims.moe_layers) < dims.layers:
-        raise ModelError(
-            f"{len(dims.moe_layers)} of the model's {dims.layers} layers have experts (decoder_sparse_step, "
-            "mlp_only_layers); SGLang builds experts in every layer, so it can be converted but not sampled from"
-        )
+    if spec.unserved is not None:
+        raise ModelError(f"model.path is a model to convert but not to sample from: {spec.unserved}")
     return ModelLimits(
-        vocab_size=dims.vocab,
+        vocab_size=spec.vocab,
         max_context=max_context,
-        num_moe_layers=len(dims.moe_layers),
-        top_k=dims.top_k if dims.experts else 0,
-        num_experts=dims.experts,
+        num_moe_layers=len(spec.moe_layers),
+        top_k=spec.top_k,
+        num_experts=spec.experts,
+        dense_layers=tuple(n for n in range(spec.layers) if n not in spec.moe_layers) if spec.moe else (),
     )
 
 

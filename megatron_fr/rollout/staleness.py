@@ -1,4 +1,4 @@
-"""The admission gate: how many rollouts may exist beyond what the trainer has consumed. Pure counting."""
+"""The staleness gate: how many rollouts may exist beyond what the trainer has consumed. Pure counting."""
 
 from __future__ import annotations
 

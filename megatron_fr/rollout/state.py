@@ -6,7 +6,6 @@ again from its prompt, and the cursor stands behind both.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 from collections.abc import Mapping, Sequence
@@ -16,12 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fr.agents.contract import Prompt
 from megatron_fr.errors import CheckpointError, TrajectoryError
-from megatron_fr.rollout.prompts import PromptCursor
-from megatron_fr.rollout.queue import TrajectoryQueue
-from megatron_fr.rollout.runner import RunnerPool, Unfinished
-from megatron_fr.rollout.staleness import StalenessGate
+from megatron_fr.rollout.runner import Group, Member
+from megatron_fr.rollout.training import TrainingRollouts
 from megatron_fr.trajectory import Trajectory, decode, encode
 
 
@@ -59,79 +55,62 @@ class RolloutState:
     partial: Sequence[Trajectory]
 
 
-@dataclass(frozen=True)
-class StatefulParts:
-    """What the state is taken from and put back into."""
+def take_state(rollouts: TrainingRollouts, version: int) -> RolloutState:
+    """The state now; call it in the event loop's thread. Payloads are shared, not copied."""
+    unfinished, doomed, groups = rollouts.pool.snapshot()
+    ready, partial, next_batch = rollouts.queue.snapshot()
+    return RolloutState(
+        counters=Counters(
+            version=version,
+            cursor=rollouts.cursor.position,
+            consumed_batches=rollouts.gate.consumed_batches,
+            started=rollouts.gate.started,
+            failed=rollouts.gate.failed,
+            dropped=rollouts.gate.dropped + doomed,
+            groups=groups,
+            next_batch=next_batch,
+            finished=rollouts.pool.finished,
+            refused=rollouts.pool.refused,
+        ),
+        unfinished=[
+            {"group_id": u.group.id, "prompt_id": u.group.prompt.id, "index": u.index, "attempt": u.attempt}
+            for u in unfinished
+        ],
+        prompts=rollouts.cursor.order,
+        ready=ready,
+        partial=partial,
+    )
 
-    cursor: PromptCursor
-    prompts: Sequence[Prompt]
-    source: Mapping[str, Any]  # of describe_prompts
-    gate: StalenessGate
-    queue: TrajectoryQueue
-    pool: RunnerPool
 
-    def snapshot(self, version: int) -> RolloutState:
-        """The state now; call it in the event loop's thread. Payloads are shared, not copied."""
-        unfinished, doomed, groups = self.pool.snapshot()
-        ready, partial, next_batch = self.queue.snapshot()
-        return RolloutState(
-            counters=Counters(
-                version=version,
-                cursor=self.cursor.position,
-                consumed_batches=self.gate.consumed_batches,
-                started=self.gate.started,
-                failed=self.gate.failed,
-                dropped=self.gate.dropped + doomed,
-                groups=groups,
-                next_batch=next_batch,
-                finished=self.pool.finished,
-                refused=self.pool.refused,
-            ),
-            unfinished=[
-                {"group_id": u.group_id, "prompt_id": u.prompt.id, "index": u.index, "attempt": u.attempt}
-                for u in unfinished
-            ],
-            prompts=self.source,
-            ready=ready,
-            partial=partial,
+def restore_state(rollouts: TrainingRollouts, state: RolloutState) -> None:
+    """Go on from ``state``; nothing runs yet.
+
+    Raises:
+        CheckpointError: the prompts are others than they were, or a trajectory does not fit the model.
+    """
+    changed = [
+        f"{name}: {state.prompts.get(name)!r} then, {value!r} now"
+        for name, value in rollouts.cursor.order.items()
+        if state.prompts.get(name) != value
+    ]
+    if changed:
+        raise CheckpointError(
+            f"the checkpoint was made with other prompts ({'; '.join(changed)}); restore data.train, seed and "
+            "data.shuffle, or start anew with checkpoint.resume=never"
         )
-
-    def restore(self, state: RolloutState) -> None:
-        """Go on from ``state``; the parts are new and nothing runs yet.
-
-        Raises:
-            CheckpointError: the prompts are others than they were, or a trajectory does not fit the model.
-        """
-        changed = [
-            f"{name}: {state.prompts.get(name)!r} then, {value!r} now"
-            for name, value in self.source.items()
-            if state.prompts.get(name) != value
-        ]
-        if changed:
-            raise CheckpointError(
-                f"the checkpoint was made with other prompts ({'; '.join(changed)}); restore data.train, seed and "
-                "data.shuffle, or start anew with checkpoint.resume=never"
-            )
-        counters = state.counters
-        by_id = {prompt.id: prompt for prompt in self.prompts}
-        self.cursor.seek(counters.cursor)
-        for name in ("consumed_batches", "started", "failed", "dropped"):
-            setattr(self.gate, name, getattr(counters, name))
-        try:
-            self.queue.restore(state.ready, state.partial, counters.next_batch)
-        except TrajectoryError as error:
-            raise CheckpointError(f"the checkpoint's trajectories do not fit this run: {error}") from error
-        self.pool.restore(
-            [Unfinished(u["group_id"], by_id[u["prompt_id"]], u["index"], u["attempt"]) for u in state.unfinished],
-            counters.groups,
-        )
-        self.pool.finished, self.pool.refused = counters.finished, counters.refused
-
-
-def describe_prompts(prompts: Sequence[Prompt], seed: int, shuffle: bool) -> dict[str, Any]:
-    """What decides which prompt stands at which position."""
-    digest = hashlib.sha256("\0".join(prompt.id for prompt in prompts).encode()).hexdigest()
-    return {"number": len(prompts), "ids": digest[:16], "seed": seed, "shuffle": shuffle}
+    counters = state.counters
+    by_id = {prompt.id: prompt for prompt in rollouts.prompts}
+    rollouts.cursor.seek(counters.cursor)
+    for name in ("consumed_batches", "started", "failed", "dropped"):
+        setattr(rollouts.gate, name, getattr(counters, name))
+    try:
+        rollouts.queue.restore(state.ready, state.partial, counters.next_batch)
+    except TrajectoryError as error:
+        raise CheckpointError(f"the checkpoint's trajectories do not fit this run: {error}") from error
+    groups = {u["group_id"]: Group(u["group_id"], by_id[u["prompt_id"]]) for u in state.unfinished}
+    unfinished = [Member(groups[u["group_id"]], u["index"], u["attempt"]) for u in state.unfinished]
+    rollouts.pool.restore(unfinished, counters.groups)
+    rollouts.pool.finished, rollouts.pool.refused = counters.finished, counters.refused
 
 
 def encode_state(state: RolloutState) -> bytes:

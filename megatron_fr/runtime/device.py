@@ -1,4 +1,4 @@
-"""The one switch between CPU and GPU code: everything else asks the :class:`Device` it is given."""
+"""The one switch between CPU and GPU code: :class:`Device`."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from megatron_fr.errors import ConfigError
 
 @dataclass(frozen=True)
 class Device:
-    """Where one rank computes, and what follows from that."""
+    """Device of one rank, and what depends on it."""
 
     kind: Literal["cpu", "cuda"]
     torch_device: torch.device
 
     @property
     def collective_backend(self) -> Literal["nccl", "gloo"]:
-        """The torch.distributed backend of the trainer's groups."""
+        """Backend of the trainer's process groups."""
         return "nccl" if self.kind == "cuda" else "gloo"
 
     def transformer_impl(self, setting: Literal["auto", "te", "local"]) -> Literal["te", "local"]:
         """Resolve ``model.transformer_impl``: Transformer Engine on GPUs, Megatron's local layers on CPUs.
 
         Raises:
-            ConfigError: Transformer Engine was asked for, or follows from ``auto``, and cannot be used here.
+            ConfigError: the setting means Transformer Engine, which cannot be used here.
         """
         chosen = setting if setting != "auto" else ("te" if self.kind == "cuda" else "local")
         if chosen == "te" and self.kind == "cpu":
@@ -44,10 +44,10 @@ class Device:
 
 
 def resolve_device(setting: Literal["auto", "cpu", "cuda"]) -> Device:
-    """Turn the configuration's ``device`` into this rank's device; on GPUs the one numbered by ``LOCAL_RANK``.
+    """Choose this rank's device from the configuration's ``device``; ``LOCAL_RANK`` numbers its GPU.
 
     Raises:
-        ConfigError: ``cuda`` was asked for and there is none, or too few for this rank.
+        ConfigError: there is no GPU, or none for this rank.
     """
     if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
         return Device("cpu", torch.device("cpu"))
@@ -55,7 +55,7 @@ def resolve_device(setting: Literal["auto", "cpu", "cuda"]) -> Device:
         raise ConfigError("device='cuda', but torch finds no usable GPU; set device=auto or device=cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
     visible = torch.cuda.device_count()
-    if visible == 1:  # a launcher that shows each rank only its own GPU
+    if visible == 1:  # the launcher shows each rank only its own GPU
         local_rank = 0
     if local_rank >= visible:
         raise ConfigError(
@@ -65,18 +65,17 @@ def resolve_device(setting: Literal["auto", "cpu", "cuda"]) -> Device:
 
 
 def hide_gpu_packages() -> None:
-    """Make optional packages of GPU kernels look as if they were not installed, in a process without a GPU."""
-    # Without a CUDA driver flash_mla raises OSError where Megatron-Core expects ImportError; None makes it the latter.
-    sys.modules.setdefault("flash_mla", None)  # type: ignore[arg-type]
-    # Megatron-Core and SGLang import it where they find it, which takes longer than importing torch.
-    sys.modules.setdefault("flashinfer", None)  # type: ignore[arg-type]
+    """Hide optional packages of GPU kernels from imports, in a process without a GPU."""
+    # Without a CUDA driver flash_mla raises OSError, which Megatron-Core does not expect; flashinfer imports slowly.
+    for name in ("flash_mla", "flashinfer"):
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
 
 
 def prepare_process(device: Device) -> None:
-    """Do what must happen before the first ``import megatron.core``; safe to call twice.
+    """Prepare the process for the first ``import megatron.core``; a second call is harmless.
 
     Raises:
-        ConfigError: the device is the CPU, but torch sees a GPU, which Megatron-Core would use.
+        ConfigError: the device is the CPU, but Megatron-Core would use a GPU that torch sees.
     """
     if device.kind == "cuda":
         torch.cuda.set_device(device.torch_device)
@@ -84,20 +83,20 @@ def prepare_process(device: Device) -> None:
     if torch.cuda.is_available():
         raise ConfigError("device='cpu' on a machine with GPUs: hide them, start with CUDA_VISIBLE_DEVICES='' (empty)")
     hide_gpu_packages()
-    # Megatron-Core wraps small functions in torch.compile; on a CPU the compile time is all one gets.
+    # Megatron-Core compiles small functions, which costs more time on a CPU than it saves.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if "torch._dynamo.config" in sys.modules:  # imported earlier, so the variable comes too late
         setattr(sys.modules["torch._dynamo.config"], "disable", True)  # noqa: B010
 
 
 def split_gpus(visible: Sequence[str], *, trainer_ranks: int, engine_gpus: int) -> tuple[list[str], list[str]]:
-    """Share one machine's GPUs: the first ones for trainer ranks, the next for engines; none serves both.
+    """Give the first GPUs of a machine to trainer ranks and the next ones to engines.
 
     Args:
-        visible: names as in ``CUDA_VISIBLE_DEVICES``.
+        visible: GPU names as in ``CUDA_VISIBLE_DEVICES``.
 
     Raises:
-        ConfigError: there are too few.
+        ConfigError: there are too few GPUs.
     """
     if trainer_ranks + engine_gpus > len(visible):
         raise ConfigError(
@@ -109,7 +108,7 @@ def split_gpus(visible: Sequence[str], *, trainer_ranks: int, engine_gpus: int) 
 
 
 def visible_gpus() -> list[str]:
-    """This process's GPUs by the names that ``CUDA_VISIBLE_DEVICES`` takes."""
+    """GPUs of this process, named as in ``CUDA_VISIBLE_DEVICES``."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [name.strip() for name in named.split(",") if name.strip()]

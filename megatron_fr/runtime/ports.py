@@ -1,4 +1,4 @@
-"""Ports for servers that bind them only minutes later, without two of ours ever taking the same one."""
+"""Reservation of ports for servers that bind them minutes later."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import random
 import socket
 import tempfile
 from pathlib import Path
-from types import TracebackType
 
 from megatron_fr.errors import EngineError
 
@@ -18,9 +17,9 @@ _ATTEMPTS = 256
 
 
 class PortLease:
-    """A port that no other process of this project on this machine takes until :meth:`release`.
+    """A port that no other process of this project takes until :meth:`release`.
 
-    The reservation is an advisory lock on a file, so it ends with the process, however that ends.
+    The reservation is an advisory lock on a file, so it also ends with the process.
     """
 
     def __init__(self, port: int, lock_fd: int) -> None:
@@ -28,7 +27,7 @@ class PortLease:
         self._lock_fd = lock_fd
 
     def release(self) -> None:
-        """Give the port back; safe to call twice."""
+        """Give the port back; a second call is harmless."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -36,17 +35,15 @@ class PortLease:
     def __enter__(self) -> PortLease:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
 def lease_free_port(host: str) -> PortLease:
-    """Reserve a free port below the kernel's ephemeral range, which ``bind(0)`` and connections draw from.
+    """Reserve a free port below the kernel's ephemeral range, from which connections take theirs.
 
     Raises:
-        EngineError: none was found.
+        EngineError: no free port was found.
     """
     high = min(_HIGH, _ephemeral_low() - 1)
     for port in random.sample(range(_LOW, high + 1), min(_ATTEMPTS, max(0, high + 1 - _LOW))):
@@ -57,7 +54,7 @@ def lease_free_port(host: str) -> PortLease:
 
 
 def free_port(host: str) -> int:
-    """A free port for a server that binds it at once; below the ephemeral range if there is one.
+    """Find a free port for a server that binds it at once, below the ephemeral range if possible.
 
     Raises:
         OSError: ``host`` is no address of this machine.
@@ -76,7 +73,7 @@ def lease_port(host: str, port: int, field: str) -> PortLease:
     """Reserve one given port.
 
     Raises:
-        EngineError: it is in use, or another run of this project has reserved it; names ``field``.
+        EngineError: the port is in use or reserved by another run; the message names ``field``.
     """
     lease = _try_lease(host, port)
     if lease is None:
@@ -92,7 +89,7 @@ def _try_lease(host: str, port: int) -> PortLease | None:
     fd = os.open(folder / str(port), os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Servers bind with SO_REUSEADDR, so a port in TIME_WAIT is free for them too.
+        # Servers bind with SO_REUSEADDR, so a port in TIME_WAIT counts as free.
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))

@@ -1,7 +1,7 @@
-"""Runs a command that dies with its parent: ``python spawn.py PARENT_PID COMMAND...``. Standard library only.
+"""Runs a command that dies with its parent: ``python spawn.py PARENT_PID COMMAND...``.
 
-The kernel keeps the parent-death signal across ``exec``. Doing this in a small program of its own, instead of between
-fork and exec of a process with threads, cannot deadlock.
+The kernel keeps the parent-death signal across ``exec``. A program of its own cannot deadlock, unlike code between fork
+and exec of a process with threads.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def tied_to_us(command: Sequence[str]) -> list[str]:
-    """The command line that runs ``command`` such that the kernel kills it when this process ends."""
+    """Command line that runs ``command`` and lets the kernel kill it when this process ends."""
     return [sys.executable, __file__, str(os.getpid()), *command]
 
 
 def main(argv: list[str]) -> None:
-    """Replace this process by the command; exits with 1 when the parent is gone already."""
+    """Replace this process by the command; exit with 1 when the parent is gone."""
     parent, command = int(argv[0]), argv[1:]
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

@@ -1,13 +1,14 @@
-"""Tiny Qwen models whose sizes are all different, so that no wrong transpose or mix-up goes unseen."""
+"""Tiny models whose sizes are all different, so that no wrong transpose or mix-up goes unseen."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_fr.tiny.tokenizer import TOKENIZER_SIZE, make_tokenizer
 
-Family = Literal["qwen3_moe", "qwen3", "qwen2"]
+Family = Literal["qwen3_moe", "qwen3", "qwen2", "glm4_moe"]
 
 #: Rows of the embedding: above the tokenizer's size, divisible by 2 and by neither 4 nor 128.
 VOCAB_SIZE = TOKENIZER_SIZE + 8
@@ -24,9 +25,9 @@ def tiny_config(
     """The transformers configuration of a tiny model.
 
     Hidden 96; 4 heads and 2 KV heads of size 32 (Qwen2: 24, which is hidden / heads there); experts 80 wide, top-2,
-    ``norm_topk_prob``; dense MLPs 144 wide; float32.
+    ``norm_topk_prob``; dense MLPs 144 wide; float32. GLM: the first layer dense, all its options on.
     """
-    from transformers import Qwen2Config, Qwen3Config, Qwen3MoeConfig
+    from transformers import Glm4MoeConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
     common: dict[str, Any] = {
         "vocab_size": vocab_size,
@@ -39,16 +40,32 @@ def tiny_config(
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
         "tie_word_embeddings": tie,
-        "use_sliding_window": False,
         "dtype": "float32",
     }
+    if family == "glm4_moe":
+        common["rope_parameters"]["partial_rotary_factor"] = 0.5
+        return Glm4MoeConfig(
+            **common,
+            architectures=["Glm4MoeForCausalLM"],
+            head_dim=32,
+            moe_intermediate_size=80,
+            n_routed_experts=num_experts,
+            num_experts_per_tok=2,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            routed_scaling_factor=1.5,
+            attention_bias=True,
+            use_qk_norm=True,
+            num_nextn_predict_layers=0,
+        )
     if family == "qwen2":
-        return Qwen2Config(**common)
+        return Qwen2Config(**common, architectures=["Qwen2ForCausalLM"])
     if family == "qwen3":
-        return Qwen3Config(**common, head_dim=32)
+        return Qwen3Config(**common, architectures=["Qwen3ForCausalLM"], head_dim=32)
+    common["head_dim"] = 32  # transformers takes it as a free attribute
     return Qwen3MoeConfig(
         **common,
-        head_dim=32,
+        architectures=["Qwen3MoeForCausalLM"],
         moe_intermediate_size=80,
         num_experts=num_experts,
         num_experts_per_tok=2,
@@ -71,7 +88,8 @@ def build_untrained(config: Any, *, seed: int = 0, std: float = 0.08) -> Any:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias"))
+        for name, parameter in itertools.chain(model.named_parameters(), biases):
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.1 * noise if name.endswith("norm.weight") else std * noise)
     return model.eval()
@@ -103,7 +121,7 @@ def make_untrained(
 
     Args:
         num_layers: decoder layers.
-        num_experts: experts of each layer (``qwen3_moe`` only).
+        num_experts: experts of each layer that has them.
         dense: a Qwen2 with QKV biases in place of the Qwen3-MoE.
         tie: tie ``lm_head`` to the embeddings.
         vocab_size: rows of the embedding, not below ``TOKENIZER_SIZE`` = 506.

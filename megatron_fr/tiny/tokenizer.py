@@ -1,4 +1,4 @@
-"""The tiny models' tokenizer: byte-level BPE, single digits, and a chat template in Qwen3's style."""
+"""Tokenizer of the tiny models: byte-level BPE, single digits, and a chat template in Qwen3's style."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CHAT_TEMPLATE = r"""
 def make_tokenizer(size: int = TOKENIZER_SIZE, *, seed: int = 0) -> Any:
     """Train the tokenizer on generated conversations; the same arguments give the same tokenizer.
 
-    Digits and line ends are single tokens and everything between them may merge, so boilerplate is short.
+    Digits and line ends are single tokens; everything between them may merge.
 
     Args:
         size: tokens of the vocabulary, at least 256 bytes plus 7 special tokens; merges fill the rest.
@@ -92,7 +92,7 @@ def make_tokenizer(size: int = TOKENIZER_SIZE, *, seed: int = 0) -> Any:
 
 
 def _corpus(seed: int, conversations: int = 200) -> list[str]:
-    """Rendered conversations, cut at the special tokens, which take no part in merges."""
+    """Rendered conversations, cut at the special tokens."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -103,6 +103,6 @@ def _corpus(seed: int, conversations: int = 200) -> list[str]:
     pieces: list[str] = []
     for _ in range(conversations):
         messages = trace(next(source), rng.choice(MODES), rng)
-        text = renderer.apply_chat_template(messages, tools=[PYTHON_TOOL_SCHEMA], tokenize=False)
+        text = str(renderer.apply_chat_template(messages, tools=[PYTHON_TOOL_SCHEMA], tokenize=False))
         pieces += [piece for piece in marks.split(text) if piece]
     return pieces

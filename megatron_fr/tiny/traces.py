@@ -1,4 +1,4 @@
-"""Conversations on the arithmetic task: what the tiny tokenizer and the warm-up are made from."""
+"""Conversations on the arithmetic task, from which the tiny tokenizer and the warm-up learn."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Message = dict[str, Any]
 
 
 def trace(question: Question, mode: Mode, rng: random.Random) -> list[Message]:
-    """A conversation that treats ``question`` in the given way.
+    """Write a conversation about ``question``.
 
-    ``solve`` calls the tool twice and is right; ``guess`` answers at once with a random number; ``stop_early`` answers
-    with the intermediate value; ``broken_code`` gets a syntax error and then guesses.
+    ``solve`` calls the tool twice and is right. ``guess`` answers with a random number. ``stop_early`` answers with the
+    intermediate value. ``broken_code`` gets a syntax error and then guesses.
     """
     messages: list[Message] = [{"role": "user", "content": question.text}]
     product = f"{question.first}*{question.second}"

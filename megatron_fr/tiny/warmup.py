@@ -1,4 +1,4 @@
-"""A short supervised warm-up that gives the tiny policy a mixture of behaviours, one of them right."""
+"""Short supervised warm-up that gives the tiny policy a mixture of behaviours, one of them right."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Recipe:
 
 
 def encode_trace(tokenizer: Any, messages: list[Message]) -> tuple[list[int], list[bool]]:
-    """Token ids of a conversation up to its last stop token, and which of them an assistant wrote.
+    """Token ids of a conversation up to its last stop token, and which of them the assistant wrote.
 
-    The template's pieces are tokenised as a rollout does it: the assistant's turns apart from what surrounds them.
+    As in a rollout, the assistant's turns are tokenised apart from the text around them.
     """
     text = tokenizer.apply_chat_template(messages, tools=[PYTHON_TOOL_SCHEMA], tokenize=False)
     opening = "<|im_start|>assistant\n"
@@ -54,8 +54,7 @@ def encode_trace(tokenizer: Any, messages: list[Message]) -> tuple[list[int], li
 def warm_up(model: Any, tokenizer: Any, recipe: Recipe, report: Callable[[str], None] = print) -> None:
     """Train ``model`` in place, in float32, on assistant tokens only.
 
-    Every batch holds the modes in the recipe's shares, so that the policy's mixture is calibrated. Questions come from
-    the training set.
+    Each batch holds the modes in the recipe's shares. Questions come from the training set.
     """
     import torch
 
@@ -80,7 +79,7 @@ def warm_up(model: Any, tokenizer: Any, recipe: Recipe, report: Callable[[str], 
 
 
 def _modes(recipe: Recipe, rng: random.Random) -> list[Mode]:
-    """The recipe's shares of ``batch`` traces; the fractional parts are filled at random."""
+    """Modes of one batch in the recipe's shares; the fractional parts are filled at random."""
     modes = [mode for mode in MODES for _ in range(int(recipe.shares[mode] * recipe.batch))]
     fractions = [recipe.shares[mode] * recipe.batch % 1 for mode in MODES]
     return modes + rng.choices(MODES, weights=fractions, k=recipe.batch - len(modes))
@@ -94,7 +93,7 @@ def _rate(step: int, recipe: Recipe) -> float:
 
 
 def _loss(model: Any, traces: list[tuple[list[int], list[bool]]], pad: int) -> Any:
-    """Mean cross-entropy over the assistant tokens of right-padded traces; a causal model needs no padding mask."""
+    """Mean cross-entropy over the assistant tokens of right-padded traces."""
     import torch
 
     longest = max(len(ids) for ids, _ in traces)

@@ -12,6 +12,7 @@ import time
 import traceback
 from pathlib import Path
 
+from megatron_fr.checkpoint.store import find_resumed
 from megatron_fr.config import load_config
 from megatron_fr.errors import MegatronFRError
 from megatron_fr.runtime.device import prepare_process, resolve_device
@@ -29,7 +30,6 @@ def main() -> int:
         help="go on from this training checkpoint; auto: from the newest usable one in output, if any; never: start "
         "anew (default: what checkpoint.resume says)",
     )
-    parser.add_argument("--resume-checked", action="store_true", help="that checkpoint's checksums were compared")
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     arguments = parser.parse_args()
     try:
@@ -37,7 +37,7 @@ def main() -> int:
         device = resolve_device(config.device)
         prepare_process(device)
         # Only now: these import Megatron-Core, which the device has to be prepared for.
-        from megatron_fr.checkpoint.check import folder_to_resume
+        from megatron_fr.runtime.collectives import from_rank_zero
         from megatron_fr.trainer.assemble import train
         from megatron_fr.trainer.distributed import initialize, shutdown
 
@@ -47,7 +47,8 @@ def main() -> int:
         if service_url is None:
             shutdown()
             return 0
-        resume = folder_to_resume(config, arguments.resume, checked=arguments.resume_checked)
+        given = arguments.resume or config.checkpoint.resume
+        resume = from_rank_zero(lambda: find_resumed(config.output, given))
         folder = train(config, device, info, service_url, stop, resume)
         if info.rank == 0:
             print(f"checkpoint: {folder}", flush=True)

@@ -40,7 +40,7 @@ def train(
     """
     policy = build_policy(config, device)
     client = RolloutClient(service_url)
-    loader = BatchLoader.of(config, policy, client, device.torch_device, lambda: bool(stop))
+    loader = BatchLoader(config, policy, client, device.torch_device, lambda: bool(stop))
     # Engines on other machines need an address that they can reach; on one machine the loopback is enough.
     host = config.rollout.host if info.master_addr in ("127.0.0.1", "localhost") else socket.gethostname()
     sync = WeightSync(config, device, policy, loader, client, host)

@@ -1,7 +1,6 @@
-"""Makes Megatron-Core train on a CPU: it writes "cuda" into its code in the places listed here.
+"""Lets Megatron-Core train on a CPU, although it names CUDA in the places patched here.
 
-Only for processes without a GPU; :func:`install` changes ``torch.cuda`` and a few Megatron-Core functions for the
-whole process. Nothing here changes arithmetic.
+:func:`install` changes ``torch.cuda`` and a few Megatron-Core functions for the whole process, but no arithmetic.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _installed = False
 
 
 class _Inert:
-    """A CUDA stream or event where there is nothing to order: every method does nothing and returns such an object."""
+    """Stands for a CUDA stream or event: every method does nothing and returns such an object."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
@@ -34,7 +33,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class _TorchOnCpu:
-    """The torch module whose tensor factories read the literal ``device="cuda"`` as the CPU, and pin no memory."""
+    """The torch module with factories that put ``device="cuda"`` on the CPU and pin no memory."""
 
     def __init__(self) -> None:
         for name in ("zeros", "ones", "empty", "tensor", "full"):
@@ -49,7 +48,8 @@ def _on_cpu(factory: Any) -> Any:
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = _CPU
         kwargs.pop("pin_memory", None)
-        return factory(*args, **kwargs)
+        made: torch.Tensor = factory(*args, **kwargs)
+        return made
 
     return make
 
@@ -58,7 +58,7 @@ def install() -> None:
     """Patch this process; a second call does nothing.
 
     Raises:
-        RuntimeError: there is a GPU, which these patches would hide.
+        RuntimeError: torch sees a GPU, which these patches would hide.
     """
     global _installed
     if _installed:
@@ -79,20 +79,20 @@ def _patch_torch_cuda() -> None:
         del args
         yield
 
-    # Rotary embedding, router, gradient buffers, pipeline p2p: tensors on "the current device".
+    # Used by rotary embedding, router, gradient buffers and pipeline messages.
     cuda.current_device = lambda: _CPU
     cuda.synchronize = _nothing
-    # Token dispatcher and gradient buffers: side streams.
+    # Side streams of token dispatcher and gradient buffers.
     cuda.Stream = cuda.Event = _Inert
     cuda.current_stream = lambda *_: stream
     cuda.stream = on_stream
-    # The model-parallel RNG tracker keeps the states of the generator that layers draw from: here the CPU's.
+    # The model-parallel RNG tracker keeps states of the generator that layers use: here the CPU's.
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.manual_seed = torch.manual_seed
     tensor: Any = torch.Tensor
-    # Tied embeddings across pipeline stages are moved with .cuda().
+    # Tied embeddings of pipeline stages are moved with .cuda().
     tensor.cuda = lambda self, *_, **__: self
-    # Megatron's optimizers accept parameters by the names of CUDA tensor types.
+    # Megatron's optimizers recognise parameters by the names of CUDA tensor types.
     plain_type = tensor.type
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -140,6 +140,6 @@ def _patch_megatron() -> None:
         del record_stream
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-    # The original turns only CUDA tensors into numpy; the split sizes of the all-to-all must be numpy.
+    # The original converts only CUDA tensors to numpy, and all-to-all needs its split sizes as numpy.
     for module in (megatron.core.transformer.moe.moe_utils, megatron.core.transformer.moe.token_dispatcher):
         module.maybe_move_tensor_to_cpu = to_host

@@ -1,4 +1,4 @@
-"""From a launcher's variables to Megatron-Core's process groups: torchrun, Slurm, MPI, or a process on its own."""
+"""Process groups of Megatron-Core from the variables of torchrun, Slurm or MPI, or for a single process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from datetime import timedelta
 import torch
 
 from megatron_fr.config.sections import ParallelConfig
-from megatron_fr.errors import ConfigError
+from megatron_fr.errors import ConfigError, MissingExtraError, needs_extra
 from megatron_fr.runtime.device import Device, prepare_process
 from megatron_fr.runtime.ports import free_port
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One rank's place in the world and where the ranks meet."""
+    """Place of one rank in the world, and the address at which ranks meet."""
 
     rank: int
     world_size: int
@@ -30,12 +30,12 @@ class RankInfo:
 
 
 def bootstrap(environ: Mapping[str, str] = os.environ) -> RankInfo:
-    """Read the launcher's variables: torchrun's, else Slurm's (inside a step), else MPI's, else a world of one.
+    """Read the variables of torchrun, of a Slurm step, or of MPI; without any, the world has one rank.
 
-    ``MASTER_ADDR`` and ``MASTER_PORT`` win over what Slurm and MPI imply.
+    ``MASTER_ADDR`` and ``MASTER_PORT`` replace the address that Slurm and MPI imply.
 
     Raises:
-        ConfigError: torchrun's variables are incomplete, or MPI ranks have no way to agree on an address.
+        ConfigError: torchrun's variables are incomplete, or MPI ranks cannot agree on an address.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]:
@@ -49,7 +49,7 @@ def bootstrap(environ: Mapping[str, str] = os.environ) -> RankInfo:
             environ["MASTER_ADDR"],
             int(environ["MASTER_PORT"]),
         )
-    if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:  # a batch script has the first, not the second
+    if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:  # a batch script has no step
         return _from_slurm(environ)
     for rank, size, local in (
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -61,11 +61,11 @@ def bootstrap(environ: Mapping[str, str] = os.environ) -> RankInfo:
 
 
 def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
-    # The step's own variables: a heterogeneous job's plain ones describe its first group only.
+    # The step's own variables: those of a heterogeneous job describe only its first group.
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     size = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "1")
     address = environ.get("MASTER_ADDR") or first_node(nodes)
-    # Every task derives the same port, and two jobs or steps on one node most likely different ones.
+    # Every task derives the same port; two jobs or steps on one node derive different ones.
     derived = 20000 + (int(environ.get("SLURM_JOB_ID", "0")) * 8 + int(environ["SLURM_STEP_ID"]) % 8) % 12000
     return RankInfo(
         int(environ["SLURM_PROCID"]),
@@ -77,7 +77,7 @@ def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
 
 
 def first_node(nodelist: str) -> str:
-    """The first host of a Slurm node list: ``gpu[03-05,9],cpu1`` gives ``gpu03``.
+    """First host of a Slurm node list: ``gpu[03-05,9],cpu1`` gives ``gpu03``.
 
     Raises:
         ConfigError: the list is empty.
@@ -95,10 +95,11 @@ def _from_mpi(environ: Mapping[str, str], rank: int, size: int, local: str | Non
     if size == 1:
         return RankInfo(0, 1, 0, "127.0.0.1", free_port("127.0.0.1"))
     try:
-        from mpi4py import MPI
-    except ImportError as error:
+        with needs_extra("mpi"):
+            from mpi4py import MPI
+    except MissingExtraError as error:
         raise ConfigError(
-            f"{size} MPI ranks need mpi4py to agree on an address; install it, or set MASTER_ADDR and MASTER_PORT"
+            f"{size} MPI ranks agree on an address by MPI: {error}; or set MASTER_ADDR and MASTER_PORT"
         ) from error
     world = MPI.COMM_WORLD
     if world.Get_size() != size:
@@ -112,17 +113,17 @@ def _from_mpi(environ: Mapping[str, str], rank: int, size: int, local: str | Non
 def initialize(
     parallel: ParallelConfig, device: Device, seed: int, timeout_s: float = 600, info: RankInfo | None = None
 ) -> RankInfo:
-    """Join the world and build Megatron-Core's groups and random states for ``parallel``.
+    """Join the world and build Megatron-Core's groups and random states.
 
-    Every rank calls it once, before any model is built. On CPUs it installs the shim.
+    Every rank calls it once, before it builds a model. On CPUs it installs the shim.
 
     Args:
-        seed: of the model-parallel random states.
-        timeout_s: seconds a collective may wait for a missing rank.
-        info: this rank's place; None: :func:`bootstrap`.
+        seed: seed of the model-parallel random states.
+        timeout_s: seconds that a collective waits for a missing rank.
+        info: this rank's place; :func:`bootstrap` when None.
 
     Raises:
-        ConfigError: the world is not of the size that ``parallel`` says.
+        ConfigError: the number of ranks is not ``parallel.world_size``.
     """
     info = info or bootstrap()
     if info.world_size != parallel.world_size:
@@ -158,7 +159,7 @@ def initialize(
 
 
 def shutdown() -> None:
-    """Forget the model-parallel groups and leave the world; does nothing when there is none."""
+    """Forget the model-parallel groups and leave the world, if there is one."""
     if "megatron.core.parallel_state" in sys.modules:
         sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
     if torch.distributed.is_initialized():

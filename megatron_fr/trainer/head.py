@@ -1,9 +1,8 @@
-"""The output layer of Megatron's GPT model, replaced by :func:`megatron_fr.trainer.logprob.head_logprobs`.
+"""Output layer of Megatron's GPT model, replaced by :func:`megatron_fr.trainer.logprob.head_logprobs`.
 
-``GPTModel.forward`` takes an ``output_processor`` that gets the hidden states in place of the output layer. Pass a
-:class:`LogprobHead` as that and a :class:`HeadTask` as its context; the last pipeline stage then returns
-log-probabilities and entropy, and logits never leave the head. Weights reach it as tensors, so a tied embedding, DDP's
-gradient hooks and their float32 buffers work as with Megatron's own layer.
+``GPTModel.forward`` gives the hidden states to an ``output_processor`` in place of its output layer. With a
+:class:`LogprobHead` there and a :class:`HeadTask` as its context, the last pipeline stage returns log-probabilities and
+entropy. Tied embeddings, DDP's gradient hooks and float32 buffers work as with Megatron's own layer.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ from megatron_fr.trainer.logprob import LogprobSettings, head_logprobs
 
 @dataclass(frozen=True)
 class HeadTask:
-    """What the head is asked for, equal on all ranks of a tensor-parallel group.
+    """Targets of one forward, equal on all ranks of a tensor-parallel group.
 
     Attributes:
-        targets: int64 ``[b, P]``.
-        wanted: bool ``[b, P]``: only these positions go through the head, the others give 0; None: all of them.
-            Prompts, tool output and padding need no logits.
+        targets: int64 ``[b, P]``, next token of each position.
+        wanted: bool ``[b, P]``, positions that go through the head; the others give 0. None: all of them.
     """
 
     targets: torch.Tensor
@@ -46,12 +44,12 @@ class LogprobHead:
         context: HeadTask,
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities (differentiable) and entropy (not), float32 ``[b, P]``.
+        """Log-probabilities (differentiable) and entropy (without gradient), float32 ``[b, P]``.
 
         Args:
             hidden_states: ``[P, b, H]``, or this rank's ``[P / TP, b, H]`` under sequence parallelism.
-            output_layer: Megatron's, for its weight.
-            output_weight: of a tied embedding, else None.
+            output_layer: Megatron's output layer, for its weight.
+            output_weight: weight of a tied embedding; None without ties.
         """
         weight = output_layer.weight if output_weight is None else output_weight
         group = self.settings.group
@@ -59,14 +57,14 @@ class LogprobHead:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
         rows, positions = context.targets.shape
         hidden = hidden_states.reshape(positions * rows, -1)
-        # Megatron's hidden states have the sequence first.
+        # The sequence is the first dimension of Megatron's hidden states.
         targets = context.targets.t().reshape(-1)
         where = None
         if context.wanted is not None:
             where = context.wanted.t().reshape(-1).nonzero().squeeze(1)
             hidden, targets = hidden[where], targets[where]
         if not output_layer.sequence_parallel and group is not None:
-            # The identity, whose backward sums the ranks' parts of the gradient.
+            # An identity whose backward sums the ranks' gradients.
             hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
         values = head_logprobs(hidden, weight, targets, self.settings)
         if where is not None:

@@ -1,14 +1,12 @@
-"""The head and its log-probabilities in one function: hidden states and a vocabulary-parallel weight in, float32 out.
+"""Log-probabilities from hidden states and a vocabulary-parallel output weight, in float32.
 
-With ``z = scale * hidden @ weight.T`` the forward needs, per token, the normaliser, the chosen ``z`` and the entropy;
-the gradient of the chosen log-probability is ``scale * (onehot - softmax(z))``. Nothing gathers the vocabulary and
-nothing makes a float32 copy of the logits: they are reduced in float32 a few rows at a time. Two ways to pay for the
-backward:
+With ``z = scale * hidden @ weight.T`` the forward computes for each token the normaliser, the chosen ``z`` and the
+entropy. The gradient of the chosen log-probability is ``scale * (onehot - softmax(z))``. The vocabulary is never
+gathered, and no float32 copy of the logits exists: they are reduced in float32 a few rows at a time.
 
-- ``keep``: logits of all tokens stay, in the model's dtype, and the backward writes their gradient over them.
-- ``recompute``: logits exist for ``chunk_tokens`` tokens at a time and are made again in the backward, which walks the
-  vocabulary in blocks of the same area, so that each block of the weight's gradient is one product, rounded once.
-  4 products against 3, since a sequence's gate needs all its log-probabilities before any gradient is known.
+- ``keep`` holds the logits of all tokens in the model's dtype. The backward writes their gradient over them.
+- ``recompute`` holds the logits of ``chunk_tokens`` tokens and makes them again in the backward: 4 products in place of
+  3. The backward goes through blocks of the vocabulary, so each block of the weight's gradient is rounded once.
 """
 
 from __future__ import annotations
@@ -22,23 +20,23 @@ import torch.distributed as dist
 
 LogprobMode = Literal["keep", "recompute"]
 
-#: Elements reduced in float32 at a time. On a CPU the scratch stays in the cache; on a GPU it fills the device.
+#: Elements reduced in float32 at a time: a CPU's cache holds them, and a GPU is busy with them.
 _CPU_SCRATCH = 1 << 18
 _GPU_SCRATCH = 1 << 25
-#: exp of it is 0 in float32, and 0 times it is 0, which 0 times the -inf of a masked logit is not.
+#: Smallest ``z - max``. Its exponential is 0 in float32, and unlike -inf it stays finite when multiplied by 0.
 _FLOOR = -200.0
 
 
 @dataclass(frozen=True)
 class LogprobSettings:
-    """How :func:`head_logprobs` works.
+    """Settings of :func:`head_logprobs`.
 
     Attributes:
-        vocab_size: true vocabulary; padded columns beyond it take no part in the softmax.
-        temperature: of sampling; the behavior log-probabilities are those of the tempered distribution.
-        mode: see the module.
-        chunk_tokens: ``recompute`` holds logits of this many tokens at a time.
-        group: the tensor-parallel group, None for one rank.
+        vocab_size: size of the vocabulary without padding; the softmax leaves padded columns out.
+        temperature: sampling temperature, by which logits are divided.
+        mode: ``keep`` or ``recompute``.
+        chunk_tokens: tokens whose logits exist at a time with ``recompute``.
+        group: tensor-parallel group; None for one rank.
     """
 
     vocab_size: int
@@ -51,19 +49,19 @@ class LogprobSettings:
 def head_logprobs(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, settings: LogprobSettings
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``log softmax(hidden @ weight.T / temperature)[target]`` and the entropy of that distribution.
+    """Compute ``log softmax(hidden @ weight.T / temperature)[target]`` and the entropy of that distribution.
 
-    Both gradients are this rank's part: under tensor parallelism the caller sums the one of ``hidden`` over the group.
-    Differentiable once: ``keep`` overwrites what it saved, and a second backward is an error.
+    Gradients are this rank's part: under tensor parallelism the caller sums that of ``hidden`` over the group. Only one
+    backward is possible, because ``keep`` overwrites what it saved.
 
     Args:
-        hidden: ``[N, H]``, the same on every rank of the group.
-        weight: ``[V / TP, H]``, this rank's rows of the (padded) output weight, in the dtype of ``hidden``.
-        targets: int64 ``[N]``, global token ids.
+        hidden: ``[N, H]``, equal on every rank of the group.
+        weight: ``[V / TP, H]``, this rank's rows of the padded output weight, in the dtype of ``hidden``.
+        targets: int64 ``[N]``, token ids of the whole vocabulary.
 
     Returns:
-        ``[N]`` log-probabilities (differentiable) and ``[N]`` entropy in nats (without gradient), float32, or float64
-        for float64 inputs.
+        Log-probabilities ``[N]`` (differentiable) and entropy ``[N]`` in nats (without gradient). Both are float32, or
+        float64 for float64 inputs.
     """
     keep = settings.mode == "keep" and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     logprobs, entropy = _HeadLogProb.apply(hidden, weight, targets, settings, keep)
@@ -115,7 +113,7 @@ class _HeadLogProb(torch.autograd.Function):
         block = min(width, max(1, area // max(tokens, 1)))
         buffer = hidden.new_empty(tokens * block)
         grad_weight = torch.empty_like(weight)
-        # Blocks of the vocabulary add up here: in float32, or rounding would grow with their number.
+        # In float32, because rounding would grow with the number of vocabulary blocks.
         grad_hidden = torch.zeros_like(hidden, dtype=_wide(hidden.dtype))
         for columns in _slices(width, block):
             part = weight[columns]
@@ -134,10 +132,10 @@ class _Shard:
     """This rank's part of the vocabulary.
 
     Attributes:
-        local: int64 ``[N]``, the target's column here, in range also where the target is another rank's.
-        mine: bool ``[N]``, where the target is here.
-        real: columns that are no padding; they come first.
-        scale: of the logits, one over the temperature.
+        local: int64 ``[N]``, the target's column on this rank, clamped where another rank has the target.
+        mine: bool ``[N]``, true where this rank has the target.
+        real: number of columns without padding; they come first.
+        scale: factor of the logits, one over the temperature.
     """
 
     local: torch.Tensor
@@ -155,7 +153,7 @@ class _Shard:
 
 
 def _reduce_rows(logits: torch.Tensor, shard: _Shard, rows: slice, stats: torch.Tensor) -> None:
-    """Fill ``stats[:, rows]`` from the logits ``[rows, V / TP]`` of these rows; reads each logit from memory once."""
+    """Fill ``stats[:, rows]`` from the logits ``[rows, V / TP]`` of these rows."""
     if not shard.real:
         return
     for part, z in _scratch_parts(logits[:, : shard.real], stats.dtype):
@@ -172,7 +170,7 @@ def _reduce_rows(logits: torch.Tensor, shard: _Shard, rows: slice, stats: torch.
 
 
 def _combine(stats: torch.Tensor, shard: _Shard, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """From each rank's ``stats`` to those of the whole vocabulary, relative to the whole vocabulary's maximum."""
+    """Reduce every rank's ``stats`` to those of the whole vocabulary, relative to its maximum."""
     if group is None or dist.get_world_size(group) == 1:
         return stats
     top = stats[0].clone() if shard.real else torch.full_like(stats[0], float("-inf"))
@@ -189,7 +187,7 @@ def _combine(stats: torch.Tensor, shard: _Shard, group: dist.ProcessGroup | None
 
 
 def _to_gradient(logits: torch.Tensor, shard: _Shard, first: int, log_norm: torch.Tensor, grad: torch.Tensor) -> None:
-    """Overwrite logits ``[N, columns]``, whose first column is column ``first`` here, with the loss's gradient."""
+    """Overwrite logits ``[N, columns]``, which begin at column ``first`` of this rank, with their gradient."""
     real = max(0, min(logits.shape[1], shard.real - first))
     logits[:, real:] = 0
     if not real:
@@ -213,7 +211,7 @@ def _to_gradient(logits: torch.Tensor, shard: _Shard, first: int, log_norm: torc
 def _scratch_parts(
     logits: torch.Tensor, dtype: torch.dtype, *, allocate: bool = True
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Groups of rows, each with the same uninitialised scratch of their shape."""
+    """Yield groups of rows, each with the same uninitialised scratch."""
     tokens, width = logits.shape
     rows = max(1, (_CPU_SCRATCH if logits.device.type == "cpu" else _GPU_SCRATCH) // width)
     scratch = logits.new_empty((min(rows, tokens) if allocate else 0, width), dtype=dtype)
@@ -226,5 +224,5 @@ def _slices(total: int, size: int) -> Iterator[slice]:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What reductions happen in."""
+    """Dtype of reductions."""
     return torch.float64 if dtype == torch.float64 else torch.float32

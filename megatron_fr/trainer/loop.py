@@ -11,9 +11,9 @@ from megatron_fr.config import RunConfig
 from megatron_fr.trainer.data.loader import Batch, BatchLoader
 from megatron_fr.trainer.evaluation import Evaluation
 from megatron_fr.trainer.export import WeightExport
-from megatron_fr.trainer.metrics import sync_metrics, update_metrics
+from megatron_fr.trainer.metrics import update_metrics
 from megatron_fr.trainer.step import StepReport, TrainStep
-from megatron_fr.trainer.weight_push import SyncMetrics, WeightSync
+from megatron_fr.trainer.weight_push import WeightSync
 
 
 @dataclass
@@ -64,7 +64,7 @@ class TrainerLoop:
         first = self.sync.push(position.version)
         self.loader.start(position.version)
         if position.update == 0:
-            self.record({"update": 0, "version": 0, **sync_metrics(first), **self._evaluate("start")})
+            self.record({"update": 0, "version": 0, **first, **self._evaluate("start")})
         while position.update < config.train.num_updates:
             metrics = self._update()
             last = position.update == config.train.num_updates
@@ -78,16 +78,17 @@ class TrainerLoop:
                 self.checkpoints.begin(update=position.update, version=position.version, score=position.score)
             if self._due(config.checkpoint.hf_every):
                 self.export.save(position.update)
+        self.sync.finish_probe()  # of the last version
 
     def _update(self) -> dict[str, float]:
         started = time.monotonic()
         batch = self.loader.lease(self.position.version)
+        sync = self.sync.finish_probe()  # before the step: these are still the weights that it is of
         report = self._step(batch)
         self.position.update += 1  # from here on these are the weights, whatever becomes of their sync
-        sync: SyncMetrics | None = None
         if report.stepped:
             self.position.version, self.position.score = self.position.version + 1, None
-            sync = self.sync.push(self.position.version)
+            sync |= self.sync.push(self.position.version)
         self.loader.commit(batch, version=self.position.version, stepped=report.stepped)
         return {
             "update": self.position.update,

@@ -12,39 +12,29 @@ from megatron_fr.observe.metrics import MetricsWriter
 from megatron_fr.observe.progress import Progress
 from megatron_fr.trainer.data.loader import Batch
 from megatron_fr.trainer.step import StepReport
-from megatron_fr.trainer.weight_push import SyncMetrics
 
 
-def update_metrics(batch: Batch, report: StepReport, sync: SyncMetrics | None, *, seconds: float) -> dict[str, float]:
-    """Metrics of the batch, the step, the sync (None: no step, so no sync), and where the time went.
+def update_metrics(batch: Batch, report: StepReport, sync: Mapping[str, float], *, seconds: float) -> dict[str, float]:
+    """Metrics of the batch, the step and the sync, and where the time went.
 
     Args:
+        sync: metrics of the last version's probe, and of the sync if there was one.
         seconds: duration of the whole update.
     """
     return {
         **batch.lease.metrics,
         **report.metrics,
-        **sync_metrics(sync),
+        "time/probe": 0.0,
+        **sync,
         "train/stepped": float(report.stepped),
         "train/tokens_per_s": batch.num_tokens / seconds,
         "time/wait": batch.wait_s,
         "time/forward_backward": report.forward_backward_s,
         "time/optimizer": report.optimizer_s,
-        "time/sync": sync.seconds if sync else 0.0,
-        "time/probe": sync.probe_s if sync else 0.0,
+        "time/sync": sync.get("sync/seconds", 0.0),
         "time/update": seconds,
         "time/trainer_idle": batch.wait_s / seconds,
     }
-
-
-def sync_metrics(sync: SyncMetrics | None) -> dict[str, float]:
-    """Metrics of one weight sync; none without one."""
-    if sync is None:
-        return {}
-    metrics = {"sync/seconds": sync.seconds, "sync/verify_s": sync.verify_s, "sync/bytes": float(sync.num_bytes)}
-    if sync.probe_difference is not None:
-        metrics["sync/probe_logprob_diff"] = sync.probe_difference
-    return metrics
 
 
 @contextlib.contextmanager

@@ -8,21 +8,10 @@ import torch
 
 from megatron_fr.config import RunConfig
 from megatron_fr.config.sections import ParallelConfig
-from megatron_fr.hf.folder import read_hf_config
-from megatron_fr.hf.load import load_hf_weights
-from megatron_fr.models.dims import Dims
-from megatron_fr.models.registry import family_of, is_tied
-from megatron_fr.models.supported import check_layout, check_model, uses_sequence_parallel
+from megatron_fr.models.layouts import check_aux_loss, check_layout, uses_sequence_parallel
+from megatron_fr.models.sizes import Sizes
+from megatron_fr.models.spec import ModelSpec
 from megatron_fr.runtime.device import Device
-
-__all__ = [
-    "build_model",
-    "build_transformer_config",
-    "load_hf_weights",
-    "read_hf_config",
-    "torch_dtype",
-    "uses_sequence_parallel",
-]
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -31,7 +20,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def build_transformer_config(
-    hf_config: Any,
+    spec: ModelSpec,
     parallel: ParallelConfig,
     device: Device,
     *,
@@ -41,7 +30,7 @@ def build_transformer_config(
     routing_replay: bool = False,
     aux_loss_coeff: float = 0.0,
 ) -> Any:
-    """Megatron-Core's ``TransformerConfig`` for a Hugging Face model.
+    """Megatron-Core's ``TransformerConfig`` for a model.
 
     Args:
         dtype: of parameters and activations.
@@ -51,44 +40,41 @@ def build_transformer_config(
         aux_loss_coeff: ``train.moe_aux_loss_coeff``, see :mod:`megatron_fr.models.layers.aux_loss`.
 
     Raises:
-        ModelError: the model has a feature that is not supported.
         ConfigError: the model cannot be split as ``parallel`` says, or has no experts to balance.
     """
     from megatron.core.transformer import TransformerConfig
 
-    family, dims = family_of(hf_config), Dims.from_hf(hf_config)
-    check_model(hf_config, aux_loss_coeff)
-    check_layout(hf_config, parallel)
+    check_aux_loss(spec, aux_loss_coeff)
+    check_layout(spec, parallel)
     moe: dict[str, Any] = {}
-    if family.moe:
+    if spec.moe:
         moe = {
-            "num_moe_experts": dims.experts,
-            "moe_ffn_hidden_size": dims.moe_ffn,
-            "moe_router_topk": dims.top_k,
-            # Softmax over the chosen logits equals softmax over all, renormalised over the chosen.
-            "moe_router_pre_softmax": not hf_config.norm_topk_prob,
+            "num_moe_experts": spec.experts,
+            "moe_ffn_hidden_size": spec.moe_ffn,
+            "moe_shared_expert_intermediate_size": spec.shared_ffn or None,
+            "moe_router_topk": spec.top_k,
             "moe_router_dtype": "fp32",
             "moe_router_load_balancing_type": "aux_loss" if aux_loss_coeff else "none",
             "moe_aux_loss_coeff": aux_loss_coeff,
             "moe_grouped_gemm": transformer_impl == "te",
             "moe_enable_routing_replay": routing_replay,
             # Only where layers differ: a list also changes how Megatron-Core names the tensors of a checkpoint.
-            **({} if len(dims.moe_layers) == dims.layers else {"moe_layer_freq": _moe_pattern(dims)}),
+            **({} if len(spec.moe_layers) == spec.layers else {"moe_layer_freq": _moe_pattern(spec)}),
         }
     return TransformerConfig(
-        num_layers=dims.layers,
-        hidden_size=dims.hidden,
-        num_attention_heads=dims.heads,
-        num_query_groups=dims.kv_heads,
-        kv_channels=dims.head_dim,
-        ffn_hidden_size=dims.ffn,
+        num_layers=spec.layers,
+        hidden_size=spec.hidden,
+        num_attention_heads=spec.heads,
+        num_query_groups=spec.kv_heads,
+        kv_channels=spec.head_dim,
+        ffn_hidden_size=spec.ffn,
         normalization="RMSNorm",
-        layernorm_epsilon=hf_config.rms_norm_eps,
+        layernorm_epsilon=spec.norm_eps,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        add_qkv_bias=family.qkv_bias,
-        qk_layernorm=family.qk_norm,
+        add_qkv_bias=spec.qkv_bias,
+        qk_layernorm=spec.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
@@ -98,7 +84,7 @@ def build_transformer_config(
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
-        sequence_parallel=uses_sequence_parallel(hf_config, parallel),
+        sequence_parallel=uses_sequence_parallel(spec, parallel),
         moe_token_dispatcher_type="alltoall",  # the only one that takes variable lengths, also for dense models
         variable_seq_lengths=True,  # micro-batches are as long as their longest trajectory
         # Between two ranks, messages of both directions in one call would be mistaken for each other.
@@ -121,11 +107,12 @@ def build_transformer_config(
         recompute_num_layers=1 if recompute == "full" else None,
         recompute_modules=["core_attn"],  # of "selective"
         **moe,
+        **spec.transformer,
     )
 
 
 def build_model(
-    hf_config: Any, run_config: RunConfig, device: Device, *, routing_replay: bool | None = None
+    spec: ModelSpec, run_config: RunConfig, device: Device, *, routing_replay: bool | None = None
 ) -> list[torch.nn.Module]:
     """This rank's part of the model, on its device, weights not set: call :func:`load_hf_weights` next.
 
@@ -142,23 +129,22 @@ def build_model(
         One chunk a virtual pipeline stage, as Megatron-Core's schedules and wrappers take them.
 
     Raises:
-        ModelError, ConfigError: see :func:`build_transformer_config`.
+        ConfigError: see :func:`build_transformer_config`.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     implementation = device.transformer_impl(run_config.model.transformer_impl)
-    dims = Dims.from_hf(hf_config)
     if routing_replay is None:
         routing_replay = run_config.train.routing_replay != "off"
     config = build_transformer_config(
-        hf_config,
+        spec,
         run_config.parallel,
         device,
         dtype=torch_dtype(run_config.model.dtype),
         transformer_impl=implementation,
         recompute=run_config.train.recompute,
-        routing_replay=routing_replay and family_of(hf_config).moe,
+        routing_replay=routing_replay and spec.moe,
         aux_loss_coeff=run_config.train.moe_aux_loss_coeff,
     )
     virtual = run_config.parallel.vpp
@@ -166,26 +152,27 @@ def build_model(
     for stage in range(virtual) if virtual > 1 else [None]:
         model = GPTModel(
             config,
-            _block_spec(config, dims, implementation, stage),
-            vocab_size=dims.padded_vocab(run_config.parallel.tp),
-            max_sequence_length=hf_config.max_position_embeddings,
+            _block_spec(config, spec, implementation, stage),
+            vocab_size=spec.padded_vocab(run_config.parallel.tp),
+            max_sequence_length=spec.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             parallel_output=True,
-            share_embeddings_and_output_weights=is_tied(hf_config),
+            share_embeddings_and_output_weights=spec.tie,
             position_embedding_type="rope",
-            rotary_base=_rope_theta(hf_config),
+            rotary_percent=spec.rotary_percent,
+            rotary_base=spec.rope_theta,
             vp_stage=stage,
         )
         chunks.append(model.to(device.torch_device))
     return chunks
 
 
-def _moe_pattern(dims: Dims) -> list[int]:
-    return [int(layer in dims.moe_layers) for layer in range(dims.layers)]
+def _moe_pattern(sizes: Sizes) -> list[int]:
+    return [int(layer in sizes.moe_layers) for layer in range(sizes.layers)]
 
 
-def _block_spec(config: Any, dims: Dims, implementation: str, stage: int | None) -> Any:
+def _block_spec(config: Any, sizes: Sizes, implementation: str, stage: int | None) -> Any:
     """The one place that chooses between Transformer Engine's layers and Megatron-Core's own.
 
     Args:
@@ -202,13 +189,13 @@ def _block_spec(config: Any, dims: Dims, implementation: str, stage: int | None)
         from megatron_fr.models.layers.norm import RMSNorm as layer_norm
 
         make = _local_layer
-    kinds = {moe: make(config, moe) for moe in set(_moe_pattern(dims))}
+    kinds = {moe: make(config, moe) for moe in set(_moe_pattern(sizes))}
     if config.moe_aux_loss_coeff:
         from megatron_fr.models.layers.aux_loss import BalancedRouter
 
         kinds[1].submodules.mlp.keywords["submodules"].router = BalancedRouter
     first = get_transformer_layer_offset(config, stage)
-    here = _moe_pattern(dims)[first : first + get_num_layers_to_build(config, stage)]
+    here = _moe_pattern(sizes)[first : first + get_num_layers_to_build(config, stage)]
     return TransformerBlockSubmodules(layer_specs=[kinds[moe] for moe in here], layer_norm=layer_norm)
 
 
@@ -243,8 +230,3 @@ def _local_layer(config: Any, moe: int) -> Any:
         # Transformer Engine's layers fuse the norm into a dense MLP only: the same name in checkpoints of both.
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
     return layer
-
-
-def _rope_theta(hf_config: Any) -> float:
-    parameters = getattr(hf_config, "rope_parameters", None) or {}
-    return float(parameters["rope_theta"])

@@ -16,7 +16,7 @@ from megatron_fr.config import OptimizerConfig, ParallelConfig
 def wrap_for_training(
     chunks: Sequence[torch.nn.Module], parallel: ParallelConfig, *, overlap_grad_reduce: bool = False
 ) -> list[DistributedDataParallel]:
-    """Wrap model chunks in Megatron's DDP: float32 gradient buffers, reduced over DP x CP by their mean."""
+    """Wrap model chunks in Megatron's DDP: float32 gradient buffers, averaged over DP x CP."""
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap_grad_reduce,
@@ -29,7 +29,7 @@ def wrap_for_training(
 def make_optimizer(
     ddp_chunks: Sequence[DistributedDataParallel], config: OptimizerConfig, parallel: ParallelConfig, dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """AdamW with Megatron's grouping (norms and biases take no weight decay), and the hooks its schedules call."""
+    """Build AdamW without weight decay of norms and biases, and set the hooks of Megatron's schedules."""
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -53,7 +53,7 @@ def make_optimizer(
 
 
 def make_schedule(optimizer: MegatronOptimizer, config: OptimizerConfig, num_updates: int) -> OptimizerParamScheduler:
-    """Warm-up, then the named decay to ``lr * min_lr_ratio`` at ``num_updates``. Step it *before* each update."""
+    """Warm up, then decay to ``lr * min_lr_ratio`` at ``num_updates``; step it before each update."""
     warmup = min(int(config.warmup_fraction * num_updates), num_updates - 1)
     return OptimizerParamScheduler(
         optimizer,

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
+from megatron_fr.checkpoint.io import load_weights
 from megatron_fr.config import RunConfig
 from megatron_fr.hf.export import iter_hf_tensors
-from megatron_fr.hf.folder import read_hf_config, resolve_folder
+from megatron_fr.hf.folder import read_spec, resolve_folder
 from megatron_fr.hf.load import load_hf_weights
 from megatron_fr.hf.save import save_hf_folder
-from megatron_fr.models.dims import Dims
+from megatron_fr.models.spec import ModelSpec
 from megatron_fr.runtime.device import Device
 from megatron_fr.trainer.data.batch import BatchLayout, RouteShape
 from megatron_fr.trainer.data.context import ContextGroup
@@ -33,13 +33,13 @@ class Policy:
     """One rank's share of the model, and its update.
 
     Attributes:
-        hf_config: of the Hugging Face folder it came from.
+        spec: of its model.
         chunks: the bare Megatron-Core model chunks.
         route_shape: of the routes to replay; None where nothing is replayed.
         layout: how this rank sees a micro-batch.
     """
 
-    hf_config: Any
+    spec: ModelSpec
     source: Path
     chunks: Sequence[torch.nn.Module]
     step: TrainStep
@@ -49,11 +49,11 @@ class Policy:
 
     def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Current weights under their Hugging Face names; a collective, data on global rank 0 only."""
-        return iter_hf_tensors(self.chunks, self.hf_config)
+        return iter_hf_tensors(self.chunks, self.spec)
 
     def save_hf(self, folder: Path) -> None:
         """Write a complete Hugging Face folder; a collective."""
-        save_hf_folder(self.chunks, self.hf_config, self.source, folder)
+        save_hf_folder(self.chunks, self.spec, self.source, folder)
 
 
 def build_policy(config: RunConfig, device: Device) -> Policy:
@@ -63,18 +63,20 @@ def build_policy(config: RunConfig, device: Device) -> Policy:
         ModelError: the model folder is missing, damaged or of an unknown architecture.
         ConfigError: the layout does not fit the model.
     """
-    hf_config = read_hf_config(config.model.path)
+    spec = read_spec(config.model.path)
     source = resolve_folder(config.model.path)
-    chunks = build_model(hf_config, config, device)
-    load_hf_weights(chunks, hf_config, source)
+    chunks = build_model(spec, config, device)
+    if config.model.weights is None:
+        load_hf_weights(chunks, spec, source)
+    else:
+        load_weights(chunks, config.model.weights)
 
-    dims = Dims.from_hf(hf_config)
     replay, route_shape = None, None
-    if config.train.routing_replay != "off" and dims.moe_layers:
-        layers = [layer + 1 for layer in dims.moe_layers]
+    if config.train.routing_replay != "off" and spec.moe:
+        layers = [layer + 1 for layer in spec.moe_layers]
         replay = RoutingReplay(chunks, layers, recompute=config.train.recompute == "full")
         if config.train.routing_replay == "rollout":
-            route_shape = RouteShape(replay.columns, dims.top_k, dims.experts)
+            route_shape = RouteShape(replay.columns, spec.top_k, spec.experts)
     context = ContextGroup(parallel_state.get_context_parallel_group()) if config.parallel.cp > 1 else None
     ddp_chunks = wrap_for_training(chunks, config.parallel)
     optimizer = make_optimizer(ddp_chunks, config.optimizer, config.parallel, torch_dtype(config.model.dtype))
@@ -85,7 +87,7 @@ def build_policy(config: RunConfig, device: Device) -> Policy:
         objective=Objective(config.algorithm, context),
         head=LogprobHead(
             LogprobSettings(
-                vocab_size=dims.vocab,
+                vocab_size=spec.vocab,
                 temperature=config.rollout.temperature,
                 mode=config.train.logprob_mode,
                 chunk_tokens=config.train.logprob_chunk_tokens,
@@ -95,13 +97,13 @@ def build_policy(config: RunConfig, device: Device) -> Policy:
         replay=replay,
     )
     return Policy(
-        hf_config=hf_config,
+        spec=spec,
         source=source,
         chunks=chunks,
         step=step,
         objective=step.objective,
         route_shape=route_shape,
-        layout=_layout(config, sequence_parallel=uses_sequence_parallel(hf_config, config.parallel)),
+        layout=_layout(config, sequence_parallel=uses_sequence_parallel(spec, config.parallel)),
     )
 
 

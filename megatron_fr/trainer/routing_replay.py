@@ -1,13 +1,12 @@
-"""Rollout routing replay (R3): the experts that the engine chose are forced in the training forward.
+"""Rollout routing replay (R3): the training forward takes the experts that the engine chose.
 
-Megatron-Core's ``RouterReplay`` asks one object per MoE layer for the selected experts. Its own bookkeeping is a
-process-global list and a flag that has to be switched around every micro-batch; here each router of *this* model gets a
-slot that follows two cursors over the batch's micro-batches, one for forwards and one for recomputed forwards, so that
-activation recompute and pipeline schedules (which run forwards ahead of backwards) need no switching.
+Megatron-Core's ``RouterReplay`` asks one object for each MoE layer which experts to select. Its own bookkeeping is
+global to the process and needs a switch for each micro-batch. Here each router has a slot with two cursors over the
+micro-batches, one for forwards and one for recomputed forwards. So recomputation and pipeline schedules need no switch.
 
-Only the selection is forced. Router logits and their probabilities are computed from the live weights, so gradients
-reach the router. What a forward selected, forced or live, is kept for its recomputed forward: both take the same
-experts, whatever rounding does to the live router. With that alone (``record``) nothing is forced in the forward.
+Only the selection is forced. Router logits and probabilities come from the live weights, so gradients reach the router.
+The selection of a forward is kept for its recomputed forward, so that both take the same experts. ``record`` does only
+this and forces nothing.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from megatron_fr.trajectory import route_dtype
 
 @dataclass(frozen=True)
 class MicroBatchRoutes:
-    """The routes of one micro-batch, in the order in which this rank's routers see its tokens.
+    """Routes of one micro-batch, in the order in which this rank's routers see its tokens.
 
     Attributes:
-        experts: :func:`device_route_dtype` ``[tokens, this rank's MoE layers, top_k]``, sequence-major (``[s, b]``
-            flattened), this rank's sequence-parallel slice.
-        given: bool ``[tokens]``: rows whose experts are forced. The others use the live router.
-        counted: bool ``[tokens]``: rows that enter the agreement metric (forced and not padding).
+        experts: :func:`device_route_dtype` ``[tokens, this rank's MoE layers, top_k]``, ``[s, b]`` flattened, of this
+            rank's sequence-parallel slice.
+        given: bool ``[tokens]``, rows whose experts are forced; the others use the live router.
+        counted: bool ``[tokens]``, rows that enter the agreement metric: forced, and not padding.
     """
 
     experts: torch.Tensor
@@ -44,9 +43,8 @@ class RoutingReplay:
 
     Args:
         chunks: the rank's model chunks, built with ``moe_enable_routing_replay``.
-        moe_layers: global (1-based) layer numbers of all MoE layers of the whole model, ascending: the columns of a
-            trajectory's routes.
-        recompute: whether activations are recomputed, in which case every router runs again during the backward.
+        moe_layers: numbers, from 1, of the whole model's MoE layers in order: the columns of a trajectory's routes.
+        recompute: whether activations are recomputed, so that every router runs again in the backward.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], moe_layers: Sequence[int], *, recompute: bool) -> None:
@@ -60,42 +58,40 @@ class RoutingReplay:
                 number = router.layer_number
                 if number not in columns:
                     raise ValueError(f"router of layer {number} is none of the model's MoE layers {list(moe_layers)}")
-                slot = _Slot(self, len(self._slots))
+                slot = _Slot(self, len(self._slots), number)
                 router.router_replay = slot
-                self._columns.append(columns[number])
-                slot.layer_number = number
                 router.register_forward_hook(slot.check)
+                self._columns.append(columns[number])
                 self._slots.append(slot)
-        # Megatron registers every router ever built in the process; a second model would pollute that list.
+        # Megatron lists every router of the process; a second model must not add to that list.
         RouterReplay.global_router_replay_instances.clear()
         self.end()
 
     @property
     def num_routers(self) -> int:
-        """How many routers of this rank follow the replay."""
+        """Number of routers on this rank that follow the replay."""
         return len(self._slots)
 
     @property
     def columns(self) -> tuple[int, ...]:
-        """Which columns of a trajectory's routes are this rank's, in the order of :class:`MicroBatchRoutes`."""
+        """Columns of a trajectory's routes on this rank, in the order of :class:`MicroBatchRoutes`."""
         return tuple(self._columns)
 
     def begin(self, batches: Sequence[MicroBatchRoutes | None]) -> None:
-        """Give the routes of the next forward-backward's micro-batches, in schedule order; None: the live router's."""
+        """Set the routes of the next micro-batches, in schedule order; None means the live router."""
         self._batches = list(batches)
         for slot in self._slots:
             slot.reset()
 
     def end(self) -> tuple[float, float]:
-        """Forget the routes; live routing applies again until the next :meth:`begin`.
+        """Forget the routes; the live router decides again until the next :meth:`begin`.
 
         Returns:
-            ``(agreeing, counted)`` (token, layer) pairs of this rank: how often the live router would have chosen the
-            same set of experts.
+            Counts ``(agreeing, counted)`` of this rank's (token, layer) pairs: those for which the live router would
+            have chosen the same experts, and all.
 
         Raises:
-            RuntimeError: a router did not consume every micro-batch, forward or recomputed, or sent a token to other
-                experts than it was given.
+            RuntimeError: a router did not use the routes of every forward, or sent a token to other experts.
         """
         expected = len(self._batches)
         for slot in self._slots:
@@ -110,27 +106,23 @@ class RoutingReplay:
                     f"routing replay of layer {slot.layer_number}: {int(slot.strayed)} (token, expert) pairs were not "
                     "dispatched as given"
                 )
-        agreeing = sum(float(s.agreeing) for s in self._slots)
-        counted = sum(float(s.counted) for s in self._slots)
-        self._batches = []
-        for slot in self._slots:
-            slot.reset()
-        return agreeing, counted
+        counts = sum(float(s.agreeing) for s in self._slots), sum(float(s.counted) for s in self._slots)
+        self.begin([])
+        return counts
 
     def abandon(self) -> None:
-        """Forget the routes after a failed step, without the check that all were consumed."""
-        self._batches = []
-        for slot in self._slots:
-            slot.reset()
+        """Forget the routes after a failed step, without any check."""
+        self.begin([])
 
 
 class _Slot(RouterReplay):
-    """What one router asks for its experts."""
+    """Chooses the experts of one router."""
 
-    def __init__(self, owner: RoutingReplay, column: int) -> None:
+    def __init__(self, owner: RoutingReplay, column: int, layer_number: int) -> None:
         super().__init__()
         self._owner = owner
         self._column = column
+        self.layer_number = layer_number
         self.reset()
 
     def reset(self) -> None:
@@ -156,7 +148,7 @@ class _Slot(RouterReplay):
         batches = self._owner._batches
         if not batches:
             return live_scores, live
-        # Checkpointing runs the first forward without gradients and the recomputed one with them.
+        # Activation checkpointing runs the first forward without gradients, the recomputed one with them.
         if self._owner._recompute and torch.is_grad_enabled():
             chosen = self.kept.pop(self.recompute_cursor).long()
             self.recompute_cursor += 1
@@ -186,7 +178,7 @@ class _Slot(RouterReplay):
 
     @torch.no_grad()
     def check(self, router: torch.nn.Module, inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """A hook after the router: count the given experts that its routing map does not have."""
+        """Count the given experts that are not in the router's map; runs as a hook after the router."""
         del router, inputs
         if self.given is not None:
             self.strayed = self.strayed + (~output[1].bool().gather(1, self.given)).sum()
@@ -194,15 +186,15 @@ class _Slot(RouterReplay):
 
 
 def device_route_dtype(num_experts: int) -> torch.dtype:
-    """As wide as :func:`megatron_fr.trajectory.route_dtype`; torch can do little with uint16."""
+    """Torch dtype as wide as :func:`megatron_fr.trajectory.route_dtype`; torch hardly supports uint16."""
     return torch.uint8 if route_dtype(num_experts).itemsize == 1 else torch.int16
 
 
 def padding_routes(rows: int, columns: Sequence[int], top_k: int, num_experts: int) -> torch.Tensor:
-    """Valid, distinct experts for padding rows, spread so that no expert is overloaded.
+    """Valid, distinct experts for padding rows, spread evenly over the experts.
 
     Args:
-        columns: of the whole model's routes, so that the same rows get the same experts in every layout.
+        columns: columns of the whole model's routes, so that every layout gives a row the same experts.
 
     Returns:
         :func:`device_route_dtype` ``[rows, len(columns), top_k]``.

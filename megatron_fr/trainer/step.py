@@ -9,29 +9,25 @@ goes another way: see :mod:`megatron_fr.models.layers.aux_loss`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_fr.algorithm.stats import MAX_NAMES, SUM_NAMES, LossStats, policy_metrics
 from megatron_fr.errors import UpdateError
 from megatron_fr.models.layers.aux_loss import aux_loss_metrics, reset_aux_loss, router_padding
 from megatron_fr.trainer.data.batch import MicroBatch
 from megatron_fr.trainer.head import HeadTask, LogprobHead
 from megatron_fr.trainer.objective import BatchConstants, Objective
+from megatron_fr.trainer.reduce import reduce_own_statistics, reduce_results
 from megatron_fr.trainer.routing_replay import RoutingReplay
-
-#: Means over the action tokens; the order of :func:`replay_differences`.
-REPLAY_DIFFERENCES = ("policy/train_rollout_logprob_diff_without_replay", "policy/replay_logprob_change")
 
 
 @dataclass(frozen=True)
@@ -90,8 +86,13 @@ class TrainStep:
         loss = partial(self._training_loss, constants=constants, scale=scale)
         reset_aux_loss()
         results = self._run(batches, loss, train=True, actions_only=True)
-        metrics = self._reduce(batches, results, live, constants)
-        metrics |= aux_loss_metrics(self.chunks[0].config, len(batches), next(self.chunks[0].parameters()).device)
+        device = next(self.chunks[0].parameters()).device
+        metrics = reduce_results(
+            batches, results, self._faults(results), live=live, routes=self._routes, constants=constants, device=device
+        )
+        if self.objective.own:
+            metrics |= reduce_own_statistics(results)
+        metrics |= aux_loss_metrics(self.chunks[0].config, len(batches), device)
         if live is not None:
             metrics["time/replay_check"] = replay_check_s
         forward_backward_s = time.monotonic() - started
@@ -141,7 +142,7 @@ class TrainStep:
         # One iterator a chunk: an interleaved schedule walks the batch once for each.
         iterators = [iter(batches) for _ in self.chunks]
         try:
-            results = get_forward_backward_func()(
+            results: list[dict[str, Any]] = get_forward_backward_func()(
                 forward_step_func=partial(self._forward, loss=loss, actions_only=actions_only),
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=list(self.chunks),
@@ -201,95 +202,15 @@ class TrainStep:
         logprobs, _entropy = output
         return logprobs.new_zeros(()), {"logprobs": logprobs}
 
-    def _reduce(
-        self,
-        batches: Sequence[MicroBatch],
-        results: Sequence[dict[str, Any]],
-        live: Sequence[torch.Tensor] | None,
-        constants: BatchConstants,
-    ) -> dict[str, float]:
-        """Combine micro-batches and ranks.
-
-        Only the last pipeline stage has results, TP ranks hold the same, and context ranks parts of the same rows.
-
-        Raises:
-            UpdateError: some rank met a value that is not finite.
-        """
-        device = next(self.chunks[0].parameters()).device
-        faults = [result["fault"] for result in results if "fault" in result]
-        if not faults and not self._gradients_finite():
-            faults = ["a gradient is not finite; check the weights, or lower optimizer.lr"]
-        results = [result for result in results if "fault" not in result]
-        counts = bool(results) and parallel_state.get_tensor_model_parallel_rank() == 0
-        count_rows = parallel_state.get_context_parallel_rank() == 0
-        sums = torch.zeros(len(SUM_NAMES) + 2, dtype=torch.float64, device=device)
-        maxima = torch.zeros(len(MAX_NAMES), dtype=torch.float64, device=device)
-        if counts:
-            for result in results:
-                stats: LossStats = result["stats"]
-                extra = torch.stack([result["loss"], result["entropy_sum"]])
-                sums += torch.cat([stats.sums(count_rows), extra]).to(device)
-                maxima = torch.maximum(maxima, stats.maxima().to(device))
-        # Without sequence parallelism every TP rank routes the same tokens; the share is unchanged by the repetition.
-        parts = [sums, self._routes.to(device)]
-        if live is not None:
-            check = torch.zeros(2, dtype=torch.float64)
-            if counts and not faults:
-                check = replay_differences(batches, live, [result["logprobs"] for result in results])
-            parts.append(check.to(device))
-        sums = torch.cat([*parts, sums.new_tensor([len(faults)])])
-        dist.all_reduce(sums)
-        if sums[-1]:
-            raise UpdateError(_first_fault(faults))
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        loss, entropy, agreeing, counted, *differences, _faults = sums[len(SUM_NAMES) :].tolist()
-        metrics = policy_metrics(sums[: len(SUM_NAMES)], maxima)
-        metrics["policy/entropy"] = entropy / max(constants.action_tokens, 1)
-        metrics["train/loss"] = loss
-        if counted:
-            metrics["policy/route_agreement"] = agreeing / counted
-        for name, total in zip(REPLAY_DIFFERENCES, differences, strict=False):
-            metrics[name] = total / max(constants.action_tokens, 1)
-        if self.objective.own:
-            metrics |= _own_statistics([result["own"] for result in results] if counts else [])
-        return metrics
+    def _faults(self, results: Sequence[dict[str, Any]]) -> list[str]:
+        """What this rank met that is not finite."""
+        if faults := [result["fault"] for result in results if "fault" in result]:
+            return faults
+        return (
+            [] if self._gradients_finite() else ["a gradient is not finite; check the weights, or lower optimizer.lr"]
+        )
 
     def _gradients_finite(self) -> bool:
         buffers = [b for chunk in self.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         # A sum keeps any NaN or infinity, and needs no mask of the buffer's size.
         return all(bool(buffer.grad_data.sum().isfinite()) for buffer in buffers)
-
-
-def _own_statistics(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-    """``loss/...``: the sums over all micro-batches and ranks of what the user's own loss returned."""
-    mine = [{name: float(value) for name, value in part.items()} for part in parts]
-    gathered: list[list[dict[str, float]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, mine)
-    totals: dict[str, float] = {}
-    for name, value in (item for found in gathered for part in found for item in part.items()):
-        totals[f"loss/{name}"] = totals.get(f"loss/{name}", 0.0) + value
-    return totals
-
-
-def _first_fault(faults: list[str]) -> str:
-    """The message of the lowest rank that has one, on every rank."""
-    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, faults)
-    rank, message = next((rank, messages[0]) for rank, messages in enumerate(gathered) if messages)
-    return f"update refused, weights unchanged; trainer rank {rank}: {message}"
-
-
-def replay_differences(
-    batches: Sequence[MicroBatch], live: Sequence[torch.Tensor], replayed: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """Sums over this rank's action tokens of ``|live - behavior|`` and ``|replayed - live|``: float64 ``[2]``.
-
-    Args:
-        live: float32 ``[r, c]`` a micro-batch, log-probabilities with the live router's experts.
-        replayed: the same with the engine's experts.
-    """
-    total = torch.zeros(2, dtype=torch.float64, device=batches[0].tokens.device)
-    for batch, without, with_replay in zip(batches, live, replayed, strict=True):
-        for i, difference in enumerate((without - batch.behavior_logprobs, with_replay - without)):
-            total[i] += torch.where(batch.action_mask, difference.double().abs(), 0).sum()
-    return total

@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megatron_fr.config import RunConfig
-from megatron_fr.errors import RequestFailed, SyncError
+from megatron_fr.hf.export import hf_tensor_specs
 from megatron_fr.runtime.collectives import from_rank_zero
 from megatron_fr.runtime.device import Device
 from megatron_fr.trainer.data.client import RolloutClient
 from megatron_fr.trainer.data.loader import BatchLoader
 from megatron_fr.trainer.policy import Policy
-from megatron_fr.trajectory import Trajectory
-from megatron_fr.weight_sync.engine_layout import engine_layout
+from megatron_fr.trainer.probe import EngineProbe
+from megatron_fr.weight_sync.engines import EngineCalls
 from megatron_fr.weight_sync.publisher import SyncReport, WeightPublisher
-
-
-@dataclass(frozen=True)
-class SyncMetrics:
-    """Of one sync: seconds, those of comparing checksums among them, bytes, and of its probe seconds and mean
-    |log-probability difference| (None: no probe)."""
-
-    seconds: float
-    verify_s: float
-    num_bytes: int
-    probe_s: float
-    probe_difference: float | None
+from megatron_fr.weight_sync.transport import TransportContext
 
 
 class WeightSync:
@@ -39,6 +25,10 @@ class WeightSync:
 
     Args:
         host: this machine's address as the engines reach it.
+
+    Raises:
+        SyncError: engines cannot be reached with ``sync.transport``.
+        ConfigError: ``sync.transport`` cannot be imported.
     """
 
     def __init__(
@@ -46,100 +36,83 @@ class WeightSync:
     ) -> None:
         self._config = config
         self._policy = policy
-        self._loader = loader
-        self._client = client
         self._engines: list[str] = from_rank_zero(lambda: list(client.status()["engines"]))
-        self._probes = 0
+        self._pushes = 0
+        self._probe = EngineProbe(config, policy, loader, client)
         self._publisher: WeightPublisher | None = None
-        if dist.get_rank() == 0:
-            self._publisher = WeightPublisher(
-                self._engines,
-                layout=engine_layout(policy.hf_config, device.kind),
-                verify=config.sync.verify,
-                dtype=config.model.dtype,
-                engine_world_size=config.rollout.engine_tp,
-                backend=device.collective_backend,
-                host=host,
-                max_bucket_bytes=config.sync.bucket_mb * 2**20,
-                timeout_s=config.sync.timeout_s,
-            )
-        from_rank_zero(lambda: self._publisher.connect() if self._publisher else None)
+        from_rank_zero(lambda: self._connect(device.collective_backend, host))
 
-    def push(self, version: int) -> SyncMetrics:
-        """Bring every engine to ``version``, and compare its weights and fresh tokens with this model.
+    def push(self, version: int) -> dict[str, float]:
+        """Bring every engine to ``version``, and ask one for fresh tokens; the first push waits for them.
+
+        A collective. :meth:`finish_probe` must have ended the last probe.
+
+        Returns:
+            metrics of the sync, and of the first push's probe.
 
         Raises:
-            SyncError: the engines did not take the weights, or compute something else with them.
+            SyncError: the engines did not take the weights, or hold something else.
         """
+        if self._probe.pending:
+            raise RuntimeError("call finish_probe before the optimizer step: the probe is of the weights before it")
+        first = self._pushes == 0
         started = time.monotonic()
-        report = _gather_and_publish(self._publisher, self._policy, version)
-        seconds = time.monotonic() - started
-        started = time.monotonic()
-        difference = self._probe(version)
-        return SyncMetrics(seconds, report.verify_s, report.num_bytes, time.monotonic() - started, difference)
+        report = self._publish(version, passes=2 if first and self._config.sync.verify else 1)
+        metrics = {"sync/verify_s": report.verify_s, "sync/bytes": float(report.num_bytes)}
+        metrics["sync/seconds"] = time.monotonic() - started
+        self._probe.begin(self._engines, self._pushes, version)
+        self._pushes += 1
+        return metrics | self.finish_probe() if first else metrics
+
+    def finish_probe(self) -> dict[str, float]:
+        """See :meth:`EngineProbe.finish`: compare the last push's fresh tokens with this model; a collective."""
+        return self._probe.finish()
 
     def close(self) -> None:
-        """Leave the update group."""
+        """Leave the engines."""
         if self._publisher is not None:
             self._publisher.close()
 
-    def _probe(self, version: int) -> float | None:
-        sync = self._config.sync
-        if sync.probe_tokens == 0:
-            return None
-        engine = self._engines[self._probes % len(self._engines)]
-        self._probes += 1
-        trajectory = from_rank_zero(lambda: self._probe_trajectory(engine, version))
-        batch = self._loader.probe_batch(trajectory)
-        logprobs = self._policy.step.logprobs(batch)
-        total = torch.zeros(2, dtype=torch.float64, device=batch[0].tokens.device)
-        if logprobs and parallel_state.get_tensor_model_parallel_rank() == 0:
-            mask = batch[0].action_mask
-            difference = (logprobs[0] - batch[0].behavior_logprobs).abs()
-            total[0], total[1] = torch.where(mask, difference, 0).double().sum(), mask.sum()
-        dist.all_reduce(total)
-        mean = float(total[0] / total[1].clamp(min=1))
-        if not mean <= sync.max_probe_difference:
-            raise SyncError(
-                f"after the sync to version {version}, engine {engine} and the trainer differ by {mean:.3g} in mean "
-                f"|log-probability| of {int(total[1])} tokens, above sync.max_probe_difference="
-                f"{sync.max_probe_difference}; the engine's weights or numerics are not the trainer's"
+    def _connect(self, backend: str, host: str) -> None:
+        """On rank 0."""
+        config, policy = self._config, self._policy
+        # Of the names and shapes alone; a push has the dtype of the parameters.
+        specs = hf_tensor_specs(policy.spec, torch.float32)
+        self._publisher = WeightPublisher(
+            TransportContext(
+                engines=EngineCalls(self._engines, config.sync.timeout_s),
+                shapes={spec.name: spec.shape for spec in specs},
+                config=config.sync,
+                engine_tp=config.rollout.engine_tp,
+                backend=backend,
+                host=host,
+                model_folder=policy.source,
+                output=config.output,
             )
-        return mean
+        )
+        self._publisher.connect()
 
-    def _probe_trajectory(self, engine: str, version: int) -> Trajectory:
-        sync = self._config.sync
-        try:
-            # Meanwhile the other ranks wait in a collective that sync.timeout_s bounds.
-            return self._client.probe(engine, max_tokens=sync.probe_tokens, timeout_s=0.9 * sync.timeout_s)
-        except RequestFailed as error:
-            raise SyncError(
-                f"after the sync to version {version}: {error}; see the engine's log in {self._config.output}/logs, "
-                f"raise sync.timeout_s={sync.timeout_s:g}, or set sync.probe_tokens=0 to go without the check"
-            ) from error
+    def _publish(self, version: int, passes: int) -> SyncReport:
+        """Rank 0 publishes what all ranks gather together, ``passes`` times; its report on every rank.
 
+        Raises:
+            SyncError: publishing failed; every rank raises it.
+        """
+        streams = [self._policy.hf_tensors() for _ in range(passes)]
 
-def _gather_and_publish(publisher: WeightPublisher | None, policy: Policy, version: int) -> SyncReport:
-    """Rank 0 publishes the stream that all ranks gather together; returns its report on every rank.
+        def publish() -> SyncReport:
+            assert self._publisher is not None
+            named = [((name, tensor) for name, tensor in stream if tensor is not None) for stream in streams]
+            try:
+                return self._publisher.publish(version, *named)
+            finally:
+                drain()  # where it broke off half-way: the other ranks walk the streams to their ends
 
-    Raises:
-        SyncError: publishing failed; every rank raises it.
-    """
-    stream = policy.hf_tensors()
-    box: list[Any] = [None, None]
-    if publisher is not None:
-        named = ((name, tensor) for name, tensor in stream if tensor is not None)
-        try:
-            box[0] = publisher.publish(named, version)
-        except SyncError as error:
-            box[1] = str(error)
-    # The other ranks walk the stream for its collectives; so does rank 0 when publishing broke off half-way.
-    for _ in stream:
-        continue
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(box, src=0)
-    report, failure = box
-    if report is None:
-        raise SyncError(str(failure))
-    assert isinstance(report, SyncReport)
-    return report
+        def drain() -> None:
+            for stream in streams:
+                for _ in stream:
+                    continue
+
+        if dist.get_rank() != 0:
+            drain()
+        return from_rank_zero(publish)

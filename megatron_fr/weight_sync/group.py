@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed import distributed_c10d
+
+c10d: Any = distributed_c10d  # its private parts are not typed for use outside
 
 
 def join_update_group(
@@ -32,4 +35,5 @@ def join_update_group(
         timeout=limit,
     )
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
-    return group
+    made: dist.ProcessGroup = group
+    return made

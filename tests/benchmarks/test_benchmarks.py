@@ -16,7 +16,7 @@ from megatron_fr.runtime.spawn import tied_to_us
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = {
     "loss": ("keep_time_ratio", "recompute_time_ratio", "keep_memory_ratio", "recompute_memory_ratio"),
-    "convert": ("time_ratio_vs_copy", "time_ratio_vs_copy_on_disk", "peak_memory_over_model"),
+    "convert": ("time_ratio_vs_copy", "to_hf_memory_over_bound", "to_megatron_memory_over_model"),
     "step": ("step_ratio_vs_floor",),
     "main_job": (
         *("update_s", "wait_s", "forward_backward_s", "optimizer_s", "sync_s", "probe_s"),
@@ -25,6 +25,7 @@ KEYS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KEYS)
 def test_the_quick_benchmark_ends_with_its_figures(name: str) -> None:

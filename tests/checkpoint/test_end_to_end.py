@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from megatron_fr.agents.arithmetic import questions
 from megatron_fr.checkpoint.store import ROLLOUT_FILE, all_checkpoints
-from megatron_fr.hf.quantize import read_calibration
+from megatron_fr.convert.calibration import read_calibration
 from megatron_fr.observe.metrics import read_metrics
 from megatron_fr.rollout.state import read_state
 from megatron_fr.runtime.spawn import tied_to_us

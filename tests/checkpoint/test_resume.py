@@ -14,14 +14,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 
 from megatron_fr.checkpoint.store import ROLLOUT_FILE, all_checkpoints, newest_usable
 from megatron_fr.config import RunConfig, load_config
 from megatron_fr.observe.metrics import read_metrics
-from megatron_fr.rollout.prompts import PromptCursor
+from megatron_fr.rollout.cursor import PromptCursor
 from megatron_fr.rollout.state import read_state
 from megatron_fr.tiny import make_untrained
 from tests.support.parallel_launch import end_process, fork_process
@@ -97,12 +96,13 @@ class Run:
         assert code is not None
         return code, self.log.read_text()
 
-    def wait_for_writer(self) -> None:
-        """Until the trainer's child has written its checkpoint; it gets its name after the next update."""
-        deadline = time.monotonic() + 60
-        while any(child.status() != psutil.STATUS_ZOMBIE for child in psutil.Process(self.trainer[0].pid).children()):
+    def wait_for_writer(self, update: int) -> None:
+        """Until the trainer's thread has written this checkpoint; it gets its name after the next update."""
+        work, deadline = self.output / "training_state" / f"update-{update:06d}.tmp", time.monotonic() + 60
+        while not (work / ".metadata").exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
+        time.sleep(0.5)  # that file is the last one; the thread only has to say so
 
     def rows(self) -> list[dict[str, Any]]:
         """The deterministic metrics, one row an update."""
@@ -141,7 +141,7 @@ def test_metrics_and_weights_after_kills_equal_those_of_an_uninterrupted_run(tmp
     # would: its data are cut off.
     def once_saved(method: str, path: str, committed: int) -> bool:
         if path == "/commit" and committed == 4:
-            killed.wait_for_writer()
+            killed.wait_for_writer(4)
         return path == "/lease" and committed == 5
 
     code, text = killed.train(once_saved)

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import CheckpointError
-from megatron_fr.rollout.prompts import PromptCursor
+from megatron_fr.rollout.cursor import PromptCursor
 from megatron_fr.rollout.state import RolloutState, decode_state, encode_state, read_state
 from tests.support.recorded import PROMPTS, Rollouts, seeded_delay
 
@@ -36,9 +36,7 @@ async def consume(rollouts: Rollouts, batches: int, used: list[tuple[str, str]])
     for _ in range(batches):
         while (batch := rollouts.queue.lease(0)) is None:
             await asyncio.wait_for(rollouts.pool.wait_arrival(rollouts.pool.finished), 10)
-        rollouts.queue.commit(batch.batch_id)
-        rollouts.gate.commit()
-        rollouts.pool.wake()
+        rollouts.training.commit(batch.batch_id)
         used += [(t.prompt_id, t.group_id) for t in batch.trajectories]
 
 
@@ -60,7 +58,7 @@ def test_over_kills_at_any_moment_each_prompt_is_used_exactly_once(group_size: i
             await consume(rollouts, 2, used)
             rollouts.queue.lease(0)  # leased and not committed, as a trainer that is killed in its step leaves it
             await asyncio.sleep(0.002 * life)
-            state = rollouts.state.snapshot(0)
+            state = rollouts.take_state(0)
             saved, kept = encode_state(state), list(used)
             under_way += len(state.unfinished)
             waiting += len(state.ready) + len(state.partial)
@@ -89,7 +87,7 @@ def test_a_state_survives_its_encoding_and_a_damaged_one_is_one_error(tmp_path: 
         rollouts = Rollouts(config(), delay=seeded_delay(0))
         rollouts.pool.start()
         await consume(rollouts, 1, [])
-        state = rollouts.state.snapshot(3)
+        state = rollouts.take_state(3)
         await rollouts.pool.stop()
         return state
 
@@ -113,7 +111,7 @@ def test_a_state_survives_its_encoding_and_a_damaged_one_is_one_error(tmp_path: 
 
 def test_other_prompts_than_those_of_the_checkpoint_are_refused() -> None:
     async def restore() -> None:
-        state = Rollouts(config()).state.snapshot(0)
+        state = Rollouts(config()).take_state(0)
         Rollouts(config(seed=7), state)
 
     with pytest.raises(CheckpointError, match=r"other prompts \(seed: 0 then, 7 now\); restore data.train"):

@@ -11,7 +11,8 @@ import pytest
 
 from megatron_fr.agents.contract import Prompt
 from megatron_fr.errors import ConfigError
-from megatron_fr.rollout.prompts import PromptCursor, load_prompts
+from megatron_fr.rollout.cursor import PromptCursor
+from megatron_fr.rollout.prompts import load_prompts
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
 RECORDS: list[dict[str, Any]] = [

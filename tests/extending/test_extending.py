@@ -24,7 +24,7 @@ from megatron_fr.algorithm import RewardBatch
 from megatron_fr.config import RunConfig, load_config
 from megatron_fr.engines.client import EngineClient
 from megatron_fr.engines.fleet import Fleet
-from megatron_fr.rollout.episode import EpisodePlayer
+from megatron_fr.rollout.episode import EpisodeRunner
 from megatron_fr.rollout.evaluate import evaluate_sets, load_held_out
 from megatron_fr.tiny import make_tokenizer
 from megatron_fr.trainer.data.batch import build_micro_batch
@@ -132,7 +132,7 @@ class ScriptedEngine:
         return web.json_response({"output_ids": tokens, "meta_info": meta})
 
     @asynccontextmanager
-    async def player(self, config: RunConfig) -> AsyncIterator[EpisodePlayer]:
+    async def episodes(self, config: RunConfig) -> AsyncIterator[EpisodeRunner]:
         """Plays episodes on this engine, as the rollout service does."""
         limits = ModelLimits(len(self.tokenizer), config.rollout.max_context)
         rewards = RewardRunner(config.reward, Path("logs/reward.log"))
@@ -142,7 +142,7 @@ class ScriptedEngine:
                 fleet = Fleet([], limits, temperature=1.0, request_timeout_s=10)
                 fleet.clients = [EngineClient(url, http, limits=limits, temperature=1.0, timeout_s=10)]
                 agent = make_agent(config.agent, self.tokenizer)
-                yield EpisodePlayer(fleet, agent, rewards, limits, config.rollout, want_routes=False)
+                yield EpisodeRunner(fleet, agent, rewards, limits, config.rollout, want_routes=False)
         finally:
             await rewards.stop()
 
@@ -167,8 +167,8 @@ def test_agent(configured: Callable[..., RunConfig]) -> None:
 
     async def main(config: RunConfig, **changes: Any) -> Trajectory:
         prompt = Prompt("p", ({"role": "user", "content": "Guess."},), 25, {"level": 3, "tests": "x" * 5000}, **changes)
-        async with ScriptedEngine(halve).player(config) as player:
-            return await player.play(prompt, trajectory_id="t", group_id="t")
+        async with ScriptedEngine(halve).episodes(config) as episodes:
+            return await episodes.run(prompt, trajectory_id="t", group_id="t")
 
     config = configured("guess_number:")
     assert config.reward.function is None
@@ -248,12 +248,12 @@ def test_evaluation_sets(configured: Callable[..., RunConfig]) -> None:
     engine = ScriptedEngine(lambda conversation: "1")
 
     async def main() -> tuple[dict[str, float], int]:
-        async with engine.player(config) as player:
+        async with engine.episodes(config) as episodes:
             threshold = config.evaluation.pass_threshold
-            found = await evaluate_sets(player, sets, concurrency=16, pass_threshold=threshold, name="start")
+            found = await evaluate_sets(episodes, sets, concurrency=16, pass_threshold=threshold, name="start")
             assert engine.temperatures == [0.6] * 64 + [0.0] * 200
             # What is played for training is sampled as ever.
-            await player.play(sets[0].prompts[0], trajectory_id="t", group_id="t")
+            await episodes.run(sets[0].prompts[0], trajectory_id="t", group_id="t")
             assert engine.temperatures[-1] == config.rollout.temperature == 1.0
             return found
 

@@ -13,15 +13,17 @@ import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
+from torch.distributed import checkpoint
 
 from megatron_fr.config import RunConfig
-from megatron_fr.errors import ModelError
-from megatron_fr.hf.folder import read_hf_config
-from megatron_fr.hf.inspect import inspect_folder
+from megatron_fr.convert.inspect import inspect_folder
+from megatron_fr.convert.to_hf import convert_megatron_to_hf
+from megatron_fr.convert.to_megatron import convert_hf_to_megatron
+from megatron_fr.errors import ConfigError, ModelError
+from megatron_fr.hf.folder import read_spec
 from megatron_fr.hf.load import load_hf_weights
 from megatron_fr.hf.save import save_hf_folder
-from megatron_fr.hf.to_hf import convert_megatron_to_hf
-from megatron_fr.hf.to_megatron import convert_hf_to_megatron
+from megatron_fr.hf.weights import open_weights
 from megatron_fr.tiny import make_untrained
 from tests.support.parallel_launch import run_ranks
 
@@ -38,9 +40,9 @@ def folder(source: Path, tmp_path: Path) -> Path:
 
 def _load_error(folder: Path) -> str:
     """The files are checked before any parameter is touched, so no model is needed."""
-    hf_config = read_hf_config(folder)
+    spec = read_spec(folder)
     with pytest.raises(ModelError) as caught:
-        load_hf_weights([], hf_config, folder)
+        load_hf_weights([], spec, folder)
     return str(caught.value)
 
 
@@ -61,26 +63,26 @@ def _split(folder: Path) -> None:
 
 def test_a_missing_folder_names_the_field(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.path='.*/nowhere'.*not a folder"):
-        read_hf_config(tmp_path / "nowhere")
+        read_spec(tmp_path / "nowhere")
 
 
 def test_a_folder_without_configuration_names_the_field(folder: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(ModelError, match=r"model\.path=.*no config\.json"):
-        read_hf_config(folder)
+        read_spec(folder)
 
 
 def test_a_configuration_that_is_no_json_is_a_model_error(folder: Path) -> None:
     (folder / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config\.json cannot be read"):
-        read_hf_config(folder)
+        read_spec(folder)
 
 
 def test_an_unknown_architecture_is_named(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen9ForCausalLM"]}))
     with pytest.raises(ModelError, match=r"config\.json: model architecture \['Qwen9ForCausalLM'\] has no mapping"):
-        read_hf_config(folder)
+        read_spec(folder)
 
 
 def test_of_a_hub_name_no_weights_are_fetched_for_the_configuration(
@@ -99,9 +101,12 @@ def test_of_a_hub_name_no_weights_are_fetched_for_the_configuration(
         return str(source)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert read_hf_config("someone/model").num_experts == 8
-    checkpoint = convert_hf_to_megatron("someone/model", tmp_path / "megatron")
-    convert_megatron_to_hf(checkpoint, tmp_path / "hf", hf_dir="someone/model")
+    assert read_spec("someone/model").experts == 8
+    with pytest.raises(ConfigError, match="--tp=3 does not divide"):
+        convert_hf_to_megatron("someone/model", tmp_path / "out", tp=3)
+    checkpoint.save({"decoder.weight": torch.ones(1)}, checkpoint_id=tmp_path / "megatron", no_dist=True)
+    with pytest.raises(ModelError, match="no tensor for 'embedding"):
+        convert_megatron_to_hf(tmp_path / "megatron", tmp_path / "out", hf_dir="someone/model")
     assert {"model.safetensors", "model-1.safetensors"} <= seen[1]
     assert [seen[0], seen[2]] == [small, small]
 
@@ -125,7 +130,7 @@ def test_a_quantised_folder_is_described_and_refused_as_the_source_of_weights(fo
 def test_a_truncated_weight_file_is_named(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
-    assert re.search(r"model\.safetensors is damaged or incomplete: tensor '.+' should end at", _load_error(folder))
+    assert re.search(r"model\.safetensors is damaged or incomplete .*; fetch it again", _load_error(folder))
 
 
 def test_a_folder_without_weights_says_so(folder: Path) -> None:
@@ -165,6 +170,15 @@ def test_a_tensor_that_nothing_uses_is_named(folder: Path) -> None:
     assert "model.safetensors" in message
 
 
+def test_a_layer_for_multi_token_prediction_is_left_out(tmp_path: Path) -> None:
+    folder = make_untrained(tmp_path / "glm", family="glm4_moe")
+    config = json.loads((folder / "config.json").read_text())
+    _rewrite(folder, load_file(folder / "model.safetensors") | {"model.layers.2.eh_proj.weight": torch.ones(3)})
+    assert "nothing uses tensor 'model.layers.2.eh_proj.weight'" in _load_error(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    open_weights(folder, read_spec(folder)).close()
+
+
 def test_a_tensor_of_another_shape_is_named_with_both_shapes(folder: Path) -> None:
     name = "model.layers.0.mlp.experts.0.down_proj.weight"
     tensors = load_file(folder / "model.safetensors")
@@ -184,14 +198,14 @@ def _save_on_ranks(source: Path, folder: Path) -> list[str]:
     config = _config(source)
     device = resolve_device("cpu")
     distributed.initialize(config.parallel, device, seed=1, timeout_s=60)
-    hf_config = read_hf_config(source)
-    chunks = build_model(hf_config, config, device)
-    load_hf_weights(chunks, hf_config, source)
+    spec = read_spec(source)
+    chunks = build_model(spec, config, device)
+    load_hf_weights(chunks, spec, source)
     for _ in range(2):
-        save_hf_folder(chunks, hf_config, source, folder)
+        save_hf_folder(chunks, spec, source, folder)
     errors = []
     try:
-        save_hf_folder(chunks, hf_config, source, folder / "config.json" / "below-a-file")
+        save_hf_folder(chunks, spec, source, folder / "config.json" / "below-a-file")
     except ModelError as error:
         errors.append(str(error))
     distributed.shutdown()
@@ -210,6 +224,7 @@ def _config(folder: Path) -> RunConfig:
     )
 
 
+@pytest.mark.slow
 def test_a_folder_is_replaced_whole_in_the_stated_dtype_and_a_failed_write_is_an_error_on_every_rank(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -7,46 +7,41 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.train_command import arguments, finish, recipe
+from megatron_fr.cli.__main__ import main
+from tests.support.train_command import arguments, finish, options, recipe
 
 
-def error_of(command: list[str], log: Path) -> str:
-    status, text = finish(command, log)
+def one_error(status: int, text: str) -> str:
     assert status == 1, text
     assert "Traceback" not in text
     assert sum(line.startswith("error: ") for line in text.splitlines()) == 1, text
     return text[text.index("error: ") :]
 
 
-def test_a_typo_names_the_field_and_the_nearest_one(policy: Path, tmp_path: Path) -> None:
-    message = error_of(arguments(policy, tmp_path / "run", "train.bach_size=8"), tmp_path / "log")
-    assert "train.bach_size=8" in message
-    assert "'batch_size'" in message
+def error_of(command: list[str], log: Path) -> str:
+    return one_error(*finish(command, log))
+
+
+@pytest.mark.parametrize(
+    ("command", "override", "parts"),
+    [
+        ("train", "train.bach_size=8", ["train.bach_size=8", "'batch_size'"]),
+        ("train", "model.path=/nowhere/model", ["model.path='/nowhere/model' is not a folder"]),
+        ("eval", "model.path=/nowhere/model", ["model.path='/nowhere/model' is not a folder"]),
+        ("train", "data.eval=/nowhere/x.jsonl", ["'/nowhere/x.jsonl': there is no such file"]),
+    ],
+    ids=["typo", "model", "model_to_evaluate", "prompts"],
+)
+def test_what_cannot_be_used_is_named_and_no_output_folder_is_made(
+    policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, override: str, parts: list[str]
+) -> None:
+    status = main([command, *options(policy, tmp_path / "run", override)])
+    message = one_error(status, capsys.readouterr().err)
+    assert all(part in message for part in parts), message
     assert not (tmp_path / "run").exists()
 
 
-def test_a_missing_model_folder_is_named(policy: Path, tmp_path: Path) -> None:
-    command = arguments(policy, tmp_path / "run", f"model.path={tmp_path / 'nowhere'}")
-    message = error_of(command, tmp_path / "log")
-    assert "model.path" in message
-    assert "nowhere" in message
-    assert not (tmp_path / "run").exists()
-
-
-def test_missing_prompts_are_named(policy: Path, tmp_path: Path) -> None:
-    nowhere = tmp_path / "nowhere.jsonl"
-    message = error_of(arguments(policy, tmp_path / "run", f"data.eval={nowhere}"), tmp_path / "log")
-    assert f"{str(nowhere)!r}: there is no such file" in message
-    assert not (tmp_path / "run").exists()
-
-
-def test_an_evaluation_names_a_missing_model_too(policy: Path, tmp_path: Path) -> None:
-    command = arguments(policy, tmp_path / "run", f"model.path={tmp_path / 'nowhere'}")
-    command[command.index("train")] = "eval"
-    assert f"model.path={str(tmp_path / 'nowhere')!r} is not a folder" in error_of(command, tmp_path / "log")
-    assert not (tmp_path / "run").exists()
-
-
+@pytest.mark.slow
 def test_a_port_in_use_is_named(policy: Path, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -67,6 +62,7 @@ def test_an_engine_that_dies_at_start_shows_its_last_words(policy: Path, tmp_pat
     assert len(message.splitlines()) < 8, message  # its usage is a screenful
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_an_engine_that_computes_something_else_than_the_trainer_ends_the_run(policy: Path, tmp_path: Path) -> None:
     # Two implementations never agree to 1e-12: with that limit a sound engine stands for one with wrong weights.
@@ -76,6 +72,7 @@ def test_an_engine_that_computes_something_else_than_the_trainer_ends_the_run(po
     assert "above sync.max_probe_difference=1e-12; the engine's weights or numerics are not the trainer's" in message
 
 
+@pytest.mark.slow
 def test_a_reward_function_that_cannot_be_imported_is_named(policy: Path, tmp_path: Path) -> None:
     message = error_of(arguments(policy, tmp_path / "run", "reward.function=nowhere:reward"), tmp_path / "log")
     assert "reward.function='nowhere:reward'" in message

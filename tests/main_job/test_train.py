@@ -28,7 +28,11 @@ def command(policy: Path, output: Path, *overrides: str) -> list[str]:
     ("name", "overrides"),
     [
         ("tp2", ["parallel.world_size=2", "parallel.tp=2"]),
-        ("grpo_ep2", ["algorithm=grpo", "algorithm.group_size=4", "parallel={world_size: 2, ep: 2}", *ONE]),
+        pytest.param(
+            "grpo_ep2",
+            ["algorithm=grpo", "algorithm.group_size=4", "parallel={world_size: 2, ep: 2}", *ONE],
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_a_run_trains_syncs_and_leaves_what_it_promises(
@@ -42,9 +46,11 @@ def test_a_run_trains_syncs_and_leaves_what_it_promises(
     trained = [row for row in found if row.get("train/stepped")]
     assert trained, text
     assert found[-1]["version"] == len(trained)
+    # Engine and trainer agree about fresh tokens: those of the first sync, and each version's before the next step.
+    probes = [row["sync/probe_logprob_diff"] for row in found if "sync/probe_logprob_diff" in row]
+    assert len(probes) == 1 + sum(bool(row.get("train/stepped")) for row in found[:-1])
+    assert max(probes) < 1e-3
     for row in trained:
-        # Engine and trainer agree about fresh tokens right after every sync, and about the routes they replay.
-        assert row["sync/probe_logprob_diff"] < 1e-3
         # Weights a few updates older choose other experts here and there: the more, the less a router was trained.
         assert row["policy/route_agreement"] > (0.99 if row["policy_lag/max"] == 0 else 0.7)
         assert row["sync/bytes"] > 1e6
@@ -109,6 +115,7 @@ def test_an_engine_killed_mid_run_ends_it_with_the_reason_and_keeps_the_weights(
     assert_loads_and_has_moved(newest_model(output), policy)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_reward_function_that_raises_ends_the_run_with_its_name_and_its_error(policy: Path, tmp_path: Path) -> None:
     overrides = ("reward.function=tests.support.varied_reward:broken", "train.num_updates=3", *ONE)

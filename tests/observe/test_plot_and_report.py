@@ -7,7 +7,7 @@ from matplotlib.image import imread
 
 from megatron_fr.errors import MegatronFRError
 from megatron_fr.observe.metrics import METRICS_FILE, MetricsWriter, read_metrics
-from megatron_fr.observe.plot import _drift, _reward, _trailing, plot_run
+from megatron_fr.observe.plot import PANELS, draw, plot_run, trailing_mean
 from megatron_fr.observe.report import report_run
 
 
@@ -42,6 +42,7 @@ def run_dir(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_the_picture_is_a_png_of_readable_size_with_ink_in_every_panel(run_dir):
     pixels = imread(plot_run(run_dir / METRICS_FILE, run_dir / "x.png"))
     height, width = pixels.shape[:2]
@@ -58,7 +59,7 @@ def test_the_reward_panel_shows_batches_and_held_out_points(run_dir):
     from matplotlib.figure import Figure
 
     axes = Figure().subplots()
-    _reward(axes, read_metrics(run_dir / METRICS_FILE))
+    draw(axes, PANELS[0], read_metrics(run_dir / METRICS_FILE))
     lines = {line.get_label(): line for line in axes.get_lines()}
     assert lines["held-out"].get_xydata().tolist() == [[0, 0.1], [30, 0.95], [40, 0.9]]
     assert len(lines["training batch"].get_xdata()) == 40
@@ -69,11 +70,12 @@ def test_the_drift_panel_shows_what_the_difference_would_be_without_replay(run_d
     from matplotlib.figure import Figure
 
     axes = Figure().subplots()
-    _drift(axes, read_metrics(run_dir / METRICS_FILE))
+    draw(axes, PANELS[3], read_metrics(run_dir / METRICS_FILE))
     lines = {line.get_label(): line for line in axes.get_lines()}
     assert lines["without routing replay"].get_xydata().tolist() == [[u, 6e-2] for u in (10, 20, 30, 40)]
 
 
+@pytest.mark.slow
 def test_a_record_of_one_evaluation_and_no_update_can_be_drawn(tmp_path):
     with MetricsWriter(tmp_path) as writer:
         writer.write({"update": 0, "eval/reward/mean": 0.1})
@@ -83,8 +85,8 @@ def test_a_record_of_one_evaluation_and_no_update_can_be_drawn(tmp_path):
 
 def test_smoothing_is_a_trailing_mean_over_a_twentieth():
     values = [float(i) for i in range(40)]
-    assert _trailing(values)[:3] == [0, 0.5, 1.5]
-    assert _trailing(values[:10]) == values[:10]
+    assert trailing_mean(values)[:3] == [0, 0.5, 1.5]
+    assert trailing_mean(values[:10]) == values[:10]
 
 
 def test_the_report_names_start_end_best_tools_lag_and_where_the_results_are(run_dir):

@@ -73,8 +73,8 @@ def train(*, runners: int, update_s: float, max_policy_lag: int = 100, seed: int
     async def body() -> None:
         version = 0
 
-        class Player:
-            async def play(self, prompt: Prompt, *, trajectory_id: str, group_id: str, queued_s: float) -> Trajectory:
+        class Episodes:
+            async def run(self, prompt: Prompt, *, trajectory_id: str, group_id: str, queued_s: float) -> Trajectory:
                 """Weights may change between any two of the eight tokens, of which the policy samples four."""
                 duration = durations.lognormvariate(-0.32, 0.8)
                 versions = [NO_VERSION] * 4
@@ -101,7 +101,7 @@ def train(*, runners: int, update_s: float, max_policy_lag: int = 100, seed: int
             on_drop=gate.drop,
         )
         pool = RunnerPool(
-            Player(),  # type: ignore[arg-type]
+            Episodes(),  # type: ignore[arg-type]
             (Prompt(f"p{i}", ()) for i in itertools.count()),
             gate,
             queue,

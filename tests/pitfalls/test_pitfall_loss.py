@@ -9,6 +9,7 @@ import torch
 
 from megatron_fr.algorithm.loss import flash_reinforce_loss
 from megatron_fr.config import ParallelConfig
+from megatron_fr.models.registry import model_spec
 from megatron_fr.runtime.device import prepare_process, resolve_device
 from megatron_fr.tiny.model import tiny_config
 from megatron_fr.trainer.logprob import LogprobSettings, head_logprobs
@@ -45,9 +46,8 @@ def test_the_trainers_temperature_is_the_engines_or_everything_would_be_rejected
 
 def test_a_model_folders_auxiliary_loss_coefficient_does_not_enter_the_objective() -> None:
     hf_config: Any = tiny_config("qwen3_moe")
-    hf_config.architectures = ["Qwen3MoeForCausalLM"]
     hf_config.router_aux_loss_coef, hf_config.output_router_logits = 1e-3, True
-    config = build_transformer_config(hf_config, ParallelConfig(), DEVICE, dtype=torch.float32)
+    config = build_transformer_config(model_spec(hf_config), ParallelConfig(), DEVICE, dtype=torch.float32)
     assert config.moe_aux_loss_coeff == 0
     assert config.moe_z_loss_coeff is None
     assert config.moe_router_load_balancing_type == "none"

@@ -12,6 +12,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fr.config import ParallelConfig
+from megatron_fr.models.registry import model_spec
 from megatron_fr.runtime.device import prepare_process, resolve_device
 from megatron_fr.tiny.model import tiny_config
 from megatron_fr.trainer.model import build_transformer_config
@@ -37,9 +38,8 @@ class Routers(torch.nn.Module):
 
     def __init__(self, *, recompute: bool, seed: int = 0) -> None:
         super().__init__()
-        hf_config = tiny_config("qwen3_moe")
-        hf_config.architectures = ["Qwen3MoeForCausalLM"]
-        config = build_transformer_config(hf_config, ParallelConfig(), DEVICE, dtype=torch.float32, routing_replay=True)
+        spec = model_spec(tiny_config("qwen3_moe"))
+        config = build_transformer_config(spec, ParallelConfig(), DEVICE, dtype=torch.float32, routing_replay=True)
         groups: Any = SimpleNamespace(tp=None, cp=None, tp_cp=None, tp_dp_cp=None)
         generator = torch.Generator().manual_seed(seed)
         self.hidden, self.experts, self.top_k = config.hidden_size, config.num_moe_experts, config.moe_router_topk

@@ -15,6 +15,8 @@ from megatron_fr.trajectory import Trajectory, encode
 from tests.support.parallel_launch import run_ranks
 from tests.support.pitfall_ranks import make_batch, observe_faults, observe_updates
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 import yaml
 from pydantic import ValidationError
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen2Config, Qwen3MoeConfig
 
 from megatron_fr.cli.__main__ import main
 from megatron_fr.cli.plan import activation_bytes, batch_bytes, count_parameters, head_bytes, legal_layouts, rank_memory
@@ -21,7 +21,9 @@ from megatron_fr.config import RunConfig
 from megatron_fr.config.sections import ParallelConfig
 from megatron_fr.errors import ConfigError
 from megatron_fr.hf.export import hf_tensor_specs
-from megatron_fr.hf.folder import read_hf_config
+from megatron_fr.hf.folder import read_spec
+from megatron_fr.models.registry import model_spec
+from megatron_fr.models.spec import ModelSpec
 from megatron_fr.runtime.device import resolve_device
 from megatron_fr.tiny import make_untrained
 from megatron_fr.tiny.model import Family, tiny_config
@@ -38,7 +40,7 @@ SMALL = DENSE | {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_
 #: DeepSeek-R1-Distill-Qwen-1.5B (every field here). Of Qwen2.5-Math-1.5B no copy was found: it is trained from
 #: Qwen2.5-1.5B, for which a copy and the family's technical report give these sizes and tied embeddings, and the
 #: published 1.54 billion parameters are the tied count.
-PUBLISHED = {
+CONFIGS = {
     "Qwen3-30B-A3B": Qwen3MoeConfig(
         architectures=["Qwen3MoeForCausalLM"],
         vocab_size=151936,
@@ -67,27 +69,53 @@ PUBLISHED = {
     ),
     "Qwen2.5-Math-1.5B": Qwen2Config(**SMALL, vocab_size=151936, tie_word_embeddings=True),
     "DeepSeek-R1-Distill-Qwen-1.5B": Qwen2Config(**SMALL, vocab_size=151936, tie_word_embeddings=False),
+    # As the class's defaults and the family's published sizes give it, without its layer for multi-token prediction.
+    "GLM-4.5-Air": Glm4MoeConfig(
+        architectures=["Glm4MoeForCausalLM"],
+        vocab_size=151552,
+        hidden_size=4096,
+        intermediate_size=10944,
+        num_hidden_layers=46,
+        num_attention_heads=96,
+        num_key_value_heads=8,
+        head_dim=128,
+        moe_intermediate_size=1408,
+        n_routed_experts=128,
+        n_shared_experts=1,
+        num_experts_per_tok=8,
+        first_k_dense_replace=1,
+        attention_bias=True,
+        rope_theta=1_000_000.0,
+        partial_rotary_factor=0.5,
+    ),
 }
 COUNTS = {
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen2.5-7B-Instruct": 7_615_616_512,
     "Qwen2.5-Math-1.5B": 1_543_714_304,
     "DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
+    "GLM-4.5-Air": 106_852_245_504,
 }
+
+
+PUBLISHED = {name: model_spec(config) for name, config in CONFIGS.items()}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_map_without_a_leftover_or_missing_tensor(name: str) -> None:
-    config = PUBLISHED[name]
+    config, spec = CONFIGS[name], PUBLISHED[name]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    specs = {spec.name: spec.shape for spec in hf_tensor_specs(config, torch.bfloat16)}
+    specs = {tensor.name: tensor.shape for tensor in hf_tensor_specs(spec, torch.bfloat16)}
+    buffers = [name for name in specs if name.endswith("e_score_correction_bias")]
+    assert len(buffers) == (45 if name == "GLM-4.5-Air" else 0)
+    assert all(specs.pop(name) == (128,) for name in buffers)
     assert sum(torch.Size(shape).numel() for shape in specs.values()) == COUNTS[name]
     assert sum(parameter.numel() for parameter in model.parameters()) == COUNTS[name]
     ours = {key: shape for key, shape in specs.items() if ".mlp.experts." not in key}
     theirs = {key: tuple(p.shape) for key, p in model.named_parameters() if ".mlp.experts." not in key}
     assert ours == theirs
-    assert sum(count_parameters(config, ParallelConfig(), 0)) == COUNTS[name]
+    assert sum(count_parameters(spec, ParallelConfig(), 0)) == COUNTS[name]
 
 
 def counted_and_built(jobs: list[tuple[Path, dict[str, int]]]) -> list[tuple[int, int]]:
@@ -98,11 +126,11 @@ def counted_and_built(jobs: list[tuple[Path, dict[str, int]]]) -> list[tuple[int
 
         from megatron_fr.trainer.model import build_model
 
-        hf_config = read_hf_config(folder)
-        chunks = build_model(hf_config, config, device)
+        spec = read_spec(folder)
+        chunks = build_model(spec, config, device)
         built = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        answers.append((sum(count_parameters(hf_config, config.parallel, stage)), built))
+        answers.append((sum(count_parameters(spec, config.parallel, stage)), built))
         parallel_state.destroy_model_parallel()
     return answers
 
@@ -129,7 +157,7 @@ def kept_by_real_layers(jobs: list[tuple[Path, dict[str, int]]], tokens: int) ->
 
         from megatron_fr.trainer.model import build_model
 
-        chunk = build_model(read_hf_config(folder), config, device, routing_replay=False)[0]
+        chunk = build_model(read_spec(folder), config, device, routing_replay=False)[0]
         parameters = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
         kept: dict[int, torch.Tensor] = {}  # alive until counted, so that no address is used twice
 
@@ -156,8 +184,8 @@ def test_layers_keep_what_real_ones_keep(tmp_path: Path) -> None:
     sizes = {"hidden_size": hidden, "intermediate_size": ffn, "num_attention_heads": 8, "num_key_value_heads": 4}
     experts = {"head_dim": head_dim, "moe_intermediate_size": 192, "num_experts_per_tok": 4}
     models: dict[str, list[Any]] = {
-        "dense": [tiny("qwen2", num_layers=n, **sizes, head_dim=head_dim) for n in (1, 2)],
-        "moe": [tiny("qwen3_moe", num_layers=n, **sizes, **experts) for n in (1, 2)],
+        "dense": [tiny_hf("qwen2", num_layers=n, **sizes, head_dim=head_dim) for n in (1, 2)],
+        "moe": [tiny_hf("qwen3_moe", num_layers=n, **sizes, **experts) for n in (1, 2)],
     }
     for name, pair in models.items():
         pair[0].save_pretrained(tmp_path / name)
@@ -175,7 +203,7 @@ def test_layers_keep_what_real_ones_keep(tmp_path: Path) -> None:
     )
     for (name, layout), kept in zip(layouts, real, strict=True):
         parallel, ranks = ParallelConfig(world_size=2, **layout), layout.get("tp", 1)
-        one, two = (activation_bytes(model, config, parallel, 0) / 4 / tokens for model in models[name])
+        one, two = (activation_bytes(model_spec(m), config, parallel, 0) / 4 / tokens for m in models[name])
         # What only unfused layers keep: normalised inputs of norms, the rotation's factors, the steps of SwiGLU.
         norms = 2 * hidden + (q + kv if name == "moe" else 0)
         unfused = norms / ranks + 4 * head_dim + (3 * inner / ranks if name == "moe" else 2 * ffn)
@@ -186,11 +214,14 @@ def test_layers_keep_what_real_ones_keep(tmp_path: Path) -> None:
 def test_counts_equal_those_of_built_models_on_every_rank(tmp_path: Path) -> None:
     moe = make_untrained(tmp_path / "moe", vocab_size=515)
     tied = make_untrained(tmp_path / "tied", family="qwen2", tie=True, vocab_size=515)
+    glm = make_untrained(tmp_path / "glm", family="glm4_moe", vocab_size=515)
     mixed = tmp_path / "mixed"
-    tiny("qwen3_moe", num_layers=4, mlp_only_layers=[0, 1]).save_pretrained(mixed)
+    tiny_hf("qwen3_moe", num_layers=4, mlp_only_layers=[0, 1]).save_pretrained(mixed)
     jobs = [
         (mixed, {"pp": 2, "vpp": 2}),
         (moe, {"tp": 2}),
+        (glm, {"tp": 2}),
+        (glm, {"pp": 2}),
         (moe, {"ep": 2}),
         (moe, {"pp": 2}),
         (moe, {"tp": 2, "etp": 2}),
@@ -213,10 +244,13 @@ def run_config(**sections: Any) -> RunConfig:
     return RunConfig.model_validate({k: values.get(k, {}) | sections.get(k, {}) for k in (*values, *sections)})
 
 
-def tiny(family: Family, **changes: Any) -> Any:
+def tiny(family: Family, **changes: Any) -> ModelSpec:
+    return model_spec(tiny_hf(family, **changes))
+
+
+def tiny_hf(family: Family, **changes: Any) -> Any:
     """The configuration of a tiny model, as its folder would give it."""
     config = tiny_config(family, num_layers=changes.pop("num_layers", 2))
-    config.architectures = [{"qwen3_moe": "Qwen3MoeForCausalLM", "qwen2": "Qwen2ForCausalLM"}[family]]
     config.update(changes)
     return config
 
@@ -337,7 +371,7 @@ def test_layouts_keep_what_else_the_configuration_says_and_are_those_that_the_tr
 
 
 def test_a_layout_needs_the_same_in_the_list_and_on_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, own = PUBLISHED["Qwen2.5-7B-Instruct"], {"world_size": 8, "distributed_optimizer": False}
+    model, own = CONFIGS["Qwen2.5-7B-Instruct"], {"world_size": 8, "distributed_optimizer": False}
     assert plan(tmp_path, model, parallel=own) == 0
     header, row = capsys.readouterr().out.splitlines()[-2:]
     assert header.split()[:5] == ["TP", "EP", "PP", "CP", "DP"]
@@ -365,7 +399,7 @@ def test_a_layout_needs_the_same_in_the_list_and_on_its_own(tmp_path: Path, caps
 def test_gpus_that_no_layout_suits_are_refused_with_the_reason(
     gpus: str, sections: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert plan(tmp_path, tiny("qwen2", num_layers=4), "--gpus", gpus, **sections) == 1
+    assert plan(tmp_path, tiny_hf("qwen2", num_layers=4), "--gpus", gpus, **sections) == 1
     out, err = capsys.readouterr()
     assert not out
     assert err.startswith(f"error: --gpus {gpus}: no TP, EP, PP and CP suit the model and the configuration; ")
@@ -399,7 +433,7 @@ def plan(tmp_path: Path, model: Any, *arguments: str, **sections: Any) -> int:
 def test_what_the_trainer_refuses_is_refused_with_its_error(
     family: Family, sections: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert plan(tmp_path, tiny(family), **sections) == 1
+    assert plan(tmp_path, tiny_hf(family), **sections) == 1
     out, err = capsys.readouterr()
     assert not out
     assert re.fullmatch(rf"error: .*{message.replace('(', '[(]').replace(')', '[)]')}.*\n", err)
@@ -409,7 +443,7 @@ def test_the_command_prints_each_layout_and_whether_it_fits(tmp_path: Path, caps
     train = {"micro_batch_size": 1, "recompute": "full"}
     rollout = {"max_context": 8192, "max_new_tokens": 4096}
     arguments = ("--gpus", "8", "--gpu-memory", "80")
-    assert plan(tmp_path, PUBLISHED["Qwen3-30B-A3B"], *arguments, train=train, rollout=rollout) == 0
+    assert plan(tmp_path, CONFIGS["Qwen3-30B-A3B"], *arguments, train=train, rollout=rollout) == 0
     text = capsys.readouterr().out
     assert "30,532,122,624 parameters" in text
     assert "weight sync: 61.06 GB" in text
@@ -436,5 +470,5 @@ def test_an_engine_fits_with_all_runners_with_some_or_not_at_all(
     memory: str, runners: int, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rollout = {"max_context": 8192, "max_concurrent_trajectories": runners}  # 0.8 GB each, beside 61 GB of weights
-    assert plan(tmp_path, PUBLISHED["Qwen3-30B-A3B"], "--gpu-memory", memory, rollout=rollout) == 0
+    assert plan(tmp_path, CONFIGS["Qwen3-30B-A3B"], "--gpu-memory", memory, rollout=rollout) == 0
     assert capsys.readouterr().out.splitlines()[2].endswith(f": {verdict}")

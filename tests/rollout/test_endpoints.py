@@ -14,17 +14,21 @@ from aiohttp import web
 
 from megatron_fr.agents.contract import Prompt
 from megatron_fr.errors import RolloutEnded
-from megatron_fr.rollout.endpoints import Endpoints, Parts
+from megatron_fr.rollout.endpoints import Endpoints
+from megatron_fr.rollout.event_loop_delay import EventLoopDelay
+from megatron_fr.rollout.probe import ProbeSampler
 from megatron_fr.trajectory import decode
 from tests.rollout.test_misbehaving_engine import LIMITS, answer, engine
 from tests.rollout.test_runner import Bench
 
 
 @asynccontextmanager
-async def serve(**parts: Any) -> AsyncIterator[tuple[str, aiohttp.ClientSession]]:
-    """Endpoints with these parts only."""
-    absent = dict.fromkeys(Parts.__dataclass_fields__)
-    server = web.AppRunner(Endpoints(Parts(**{**absent, **parts})).application(), shutdown_timeout=0.1)
+async def serve(
+    failure: asyncio.Future[Any], fleet: Any, rollouts: Any = None, probe: Any = None
+) -> AsyncIterator[tuple[str, aiohttp.ClientSession]]:
+    """Endpoints of what a test needs."""
+    endpoints = Endpoints(fleet, rollouts, probe, evaluate=None, event_loop_delay=EventLoopDelay(), failure=failure)
+    server = web.AppRunner(endpoints.application(), shutdown_timeout=0.1)
     await server.setup()
     await web.TCPSite(server, "127.0.0.1", 0).start()
     try:
@@ -54,10 +58,9 @@ def test_a_trajectory_that_arrives_right_after_a_look_at_the_queue_is_not_waited
         bench.pool.start()
         await asyncio.sleep(0)
         failure = asyncio.get_running_loop().create_future()
-        fleet, lag = SimpleNamespace(tokens_generated=0), SimpleNamespace(take_worst_ms=lambda: 0.0)
-        parts = {"queue": bench.queue, "pool": bench.pool, "gate": bench.gate, "fleet": fleet, "lag": lag}
+        fleet = SimpleNamespace(tokens_generated=0)
         async with (
-            serve(failure=failure, **parts) as (url, http),
+            serve(failure, fleet, rollouts=bench) as (url, http),
             asyncio.timeout(5),
             http.post(url + "/lease", json={"version": 0, "wait_s": 60}) as response,
         ):
@@ -74,13 +77,9 @@ def test_a_failed_probe_may_be_repeated_unless_the_run_cannot_go_on(died: bool) 
         sound = answer([11, 12], finish_reason={"type": "length"})
         async with engine(b"<html>", sound) as (client, _):
             failure = asyncio.get_running_loop().create_future()
-            parts = {
-                "fleet": SimpleNamespace(client=lambda _: client),
-                "player": SimpleNamespace(limits=LIMITS, want_routes=False),
-                "prompts": [Prompt("p", ({"role": "user", "content": "hello"},))],
-                "tokenizer": lambda *_, **__: {"input_ids": [1, 2, 3]},
-            }
-            async with serve(failure=failure, **parts) as (url, http):
+            prompts = [Prompt("p", ({"role": "user", "content": "hello"},))]
+            probe = ProbeSampler(lambda *_, **__: {"input_ids": [1, 2, 3]}, prompts, LIMITS, want_routes=False)
+            async with serve(failure, SimpleNamespace(client=lambda _: client), probe=probe) as (url, http):
                 body = {"engine": client.url, "max_tokens": 2}
                 async with http.post(url + "/probe", json=body) as response:
                     assert response.status == 502

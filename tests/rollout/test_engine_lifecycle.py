@@ -63,14 +63,6 @@ def test_a_port_in_use_is_refused_before_anything_starts(spec: Spec) -> None:
     assert not engine.spec.log_path.exists()
 
 
-def test_a_missing_model_folder_is_named_before_anything_starts(spec: Spec, tmp_path: Path) -> None:
-    missing = str(tmp_path / "nowhere")
-    with pytest.raises(EngineError, match=rf"model.path='{missing}' is no folder"):
-        asyncio.run(Engine(spec(model_path=missing)).start())
-    with pytest.raises(EngineError, match=r"has no config.json"):
-        asyncio.run(Engine(spec(model_path=str(tmp_path))).start())
-
-
 def test_two_runs_never_get_the_same_port() -> None:
     leases = [lease_free_port("127.0.0.1") for _ in range(50)]
     try:

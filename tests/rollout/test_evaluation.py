@@ -43,14 +43,14 @@ def test_a_part_of_the_reward_is_averaged_over_those_that_have_it_in_evaluation_
     assert held_out.keys() - only_held_out == {name for name in training if not name.startswith("rollout/")}
 
 
-class Player:
+class Episodes:
     def __init__(self, always_broken: bool = False) -> None:
         self.attempts: dict[str, int] = {}
         self.temperatures: set[float | None] = set()
         self.running = self.most_running = 0
         self.always_broken = always_broken
 
-    async def play(self, prompt: Prompt, *, trajectory_id: str, group_id: str, temperature: float | None) -> Trajectory:
+    async def run(self, prompt: Prompt, *, trajectory_id: str, group_id: str, temperature: float | None) -> Trajectory:
         self.temperatures.add(temperature)
         self.running += 1
         self.most_running = max(self.running, self.most_running)
@@ -62,56 +62,56 @@ class Player:
         return trajectory(trajectory_id, reward=float(prompt.id == "easy"), reward_parts={"answered": 1.0})
 
 
-def run(player: Any, prompts: list[Prompt] = PROMPTS) -> tuple[dict[str, float], int]:
-    return asyncio.run(evaluate(player, HeldOut("", prompts, 2, 0.5), concurrency=3, pass_threshold=0.5, name="x"))
+def run(episodes: Any, prompts: list[Prompt] = PROMPTS) -> tuple[dict[str, float], int]:
+    return asyncio.run(evaluate(episodes, HeldOut("", prompts, 2, 0.5), concurrency=3, pass_threshold=0.5, name="x"))
 
 
 def test_an_evaluation_plays_every_prompt_k_times_and_tries_failures_again() -> None:
-    player = Player()
-    metrics, count = run(player)
+    episodes = Episodes()
+    metrics, count = run(episodes)
     assert (count, metrics["trajectory/failed"]) == (6, 0)
     assert metrics["reward/mean"] == pytest.approx(1 / 3)
     assert metrics["reward/answered"] == 1.0
-    assert player.temperatures == {0.5}
-    assert player.most_running == 3
-    assert sorted(player.attempts.values()) == [1, 1, 1, 1, 3, 3]
+    assert episodes.temperatures == {0.5}
+    assert episodes.most_running == 3
+    assert sorted(episodes.attempts.values()) == [1, 1, 1, 1, 3, 3]
 
 
 def test_named_sets_are_evaluated_in_turn_each_in_its_own_way() -> None:
-    player = Player()
+    episodes = Episodes()
     sets = [HeldOut("easy", PROMPTS[:1], 3, 0.0), HeldOut("hard", PROMPTS[1:2], 1, None)]
-    metrics, count = asyncio.run(evaluate_sets(player, sets, concurrency=2, pass_threshold=0.5, name="x"))
+    metrics, count = asyncio.run(evaluate_sets(episodes, sets, concurrency=2, pass_threshold=0.5, name="x"))
     assert count == 4
     assert (metrics["easy/reward/mean"], metrics["hard/reward/mean"]) == (1.0, 0.0)
     assert next(name for name in metrics if name.endswith("/reward/mean")) == "easy/reward/mean"
-    assert player.temperatures == {0.0, None}
-    assert {name.rsplit("-", 2)[0] for name in player.attempts} == {"eval-x-easy", "eval-x-hard"}
+    assert episodes.temperatures == {0.0, None}
+    assert {name.rsplit("-", 2)[0] for name in episodes.attempts} == {"eval-x-easy", "eval-x-hard"}
 
 
 def test_what_cannot_be_scored_is_counted_and_left_out() -> None:
-    metrics, count = run(Player(always_broken=True))
+    metrics, count = run(Episodes(always_broken=True))
     assert (count, metrics["trajectory/failed"], metrics["reward/mean"]) == (4, 2, 0.5)
 
 
 def test_an_evaluation_without_any_score_is_an_error_with_the_last_reason() -> None:
     with pytest.raises(RolloutEnded, match=r"none of 2 trajectories could be scored; .*'broken'.*no answer"):
-        run(Player(always_broken=True), PROMPTS[2:])
+        run(Episodes(always_broken=True), PROMPTS[2:])
 
 
 def test_an_agent_that_raises_something_of_its_own_costs_its_trajectory_alone() -> None:
-    class Buggy(Player):
-        async def play(self, prompt: Prompt, **names: Any) -> Trajectory:
+    class Buggy(Episodes):
+        async def run(self, prompt: Prompt, **names: Any) -> Trajectory:
             if prompt.id == "hard":
                 raise ValueError("a bug of the agent")
-            return await super().play(prompt, **names)
+            return await super().run(prompt, **names)
 
     metrics, count = run(Buggy())
     assert (count, metrics["trajectory/failed"]) == (4, 2)
 
 
 def test_a_reward_function_that_keeps_failing_ends_the_evaluation() -> None:
-    class Fatal(Player):
-        async def play(self, *_: Any, **__: Any) -> Trajectory:
+    class Fatal(Episodes):
+        async def run(self, *_: Any, **__: Any) -> Trajectory:
             raise FatalRewardError("failed 8 times in a row")
 
     with pytest.raises(FatalRewardError, match="failed 8 times in a row"):

@@ -1,4 +1,4 @@
-"""Small parts of the rollout side: plugin, load sharing, loop lag, limits, command line."""
+"""Small parts of the rollout side: plugin, load sharing, event loop delay, limits, command line."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 import torch
+from transformers import Qwen3MoeConfig
 
 from megatron_fr.config import RunConfig
 from megatron_fr.engines import cpu_platform as sglang_cpu
@@ -21,6 +22,8 @@ from megatron_fr.engines.client import EngineClient
 from megatron_fr.engines.engine import EngineSpec
 from megatron_fr.engines.fleet import Fleet
 from megatron_fr.errors import EngineError, ModelError
+from megatron_fr.hf.folder import read_spec
+from megatron_fr.models.registry import model_spec
 from megatron_fr.rollout import setup
 from megatron_fr.rollout.event_loop_delay import EventLoopDelay
 from megatron_fr.runtime.device import resolve_device
@@ -101,29 +104,28 @@ def test_an_engine_has_slots_for_the_evaluation_and_the_probe_beside_the_runners
 
 def test_a_blocked_event_loop_is_measured() -> None:
     async def run() -> float:
-        lag = EventLoopDelay()
-        task = asyncio.create_task(lag.run())
+        delay = EventLoopDelay()
+        task = asyncio.create_task(delay.run())
         await asyncio.sleep(0.06)
-        lag.take_worst_ms()
+        delay.take_worst_ms()
         time.sleep(0.3)
         await asyncio.sleep(0.1)
         task.cancel()
-        worst = lag.take_worst_ms()
-        assert lag.take_worst_ms() == 0
+        worst = delay.take_worst_ms()
+        assert delay.take_worst_ms() == 0
         return worst
 
     assert 200 < asyncio.run(run()) < 1000
 
 
 def test_limits_are_read_from_the_model(models: list[Path], tmp_path: Path) -> None:
-    limits = setup.model_limits(setup.load_hf_config(str(models[0])), 77)
+    limits = setup.model_limits(read_spec(models[0]), 77)
     assert (limits.max_context, limits.num_moe_layers, limits.top_k, limits.num_experts) == (77, 2, 2, 8)
-    dense = setup.model_limits(setup.load_hf_config(str(make_untrained(tmp_path / "dense", dense=True))), 77)
+    dense = setup.model_limits(read_spec(make_untrained(tmp_path / "dense", dense=True)), 77)
     assert (dense.num_moe_layers, dense.top_k, dense.num_experts) == (0, 0, 0)
-    with pytest.raises(ModelError, match=r"model.path='.*nowhere' is not a folder"):
-        setup.load_hf_config(str(tmp_path / "nowhere"))
-    with pytest.raises(ModelError, match=r"model.path='.*' is no Hugging Face model"):
-        setup.load_hf_config(str(tmp_path))
+    mixed = Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=4, decoder_sparse_step=2)
+    with pytest.raises(ModelError, match="only some of its layers have experts"):
+        setup.model_limits(model_spec(mixed), 77)
 
 
 def test_a_run_that_cannot_start_says_why_before_any_engine_starts(models: list[Path], tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_fr.errors import RolloutEnded, TrajectoryError
-from megatron_fr.rollout.queue import Batch, TrajectoryQueue
+from megatron_fr.rollout.queue import LeasedBatch, TrajectoryQueue
 from megatron_fr.trajectory import ModelLimits
 from tests.support.samples import trajectory
 
@@ -29,7 +29,7 @@ def make(batch_size: int, group_size: int = 1, lag: int = 1) -> tuple[Trajectory
     return queue, drops
 
 
-def ids(batch: Batch | None) -> list[str]:
+def ids(batch: LeasedBatch | None) -> list[str]:
     assert batch is not None
     return [t.id for t in batch.trajectories]
 

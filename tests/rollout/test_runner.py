@@ -24,16 +24,16 @@ LIMITS = ModelLimits(vocab_size=100, max_context=8)
 Play = Callable[[str, str], Awaitable[None]]  # trajectory id, prompt id
 
 
-class ScriptedPlayer:
+class ScriptedEpisodes:
     """Asks ``script`` what happens to an episode; returns a valid trajectory when it does not raise."""
 
     def __init__(self, script: Play) -> None:
         self._script = script
-        self.played: list[str] = []
+        self.names: list[str] = []
         self.running = self.most_running = 0
 
-    async def play(self, prompt: Prompt, *, trajectory_id: str, group_id: str, queued_s: float) -> Trajectory:
-        self.played.append(trajectory_id)
+    async def run(self, prompt: Prompt, *, trajectory_id: str, group_id: str, queued_s: float) -> Trajectory:
+        self.names.append(trajectory_id)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
@@ -49,10 +49,10 @@ class Bench:
         self.queue = TrajectoryQueue(
             batch_size=batch, group_size=group, max_policy_lag=100, limits=LIMITS, on_drop=self.gate.drop
         )
-        self.player = ScriptedPlayer(script)
+        self.episodes = ScriptedEpisodes(script)
         self.fatal: list[MegatronFRError] = []
         self.pool = RunnerPool(
-            self.player,  # type: ignore[arg-type]
+            self.episodes,  # type: ignore[arg-type]
             (Prompt(f"p{i}", ()) for i in itertools.count()),
             self.gate,
             self.queue,
@@ -95,7 +95,7 @@ def test_runners_work_side_by_side_and_never_pass_the_gate() -> None:
         seen = [i for _ in range(5) for i in await bench.batch()]
         await bench.pool.stop()
         assert len(seen) == len(set(seen)) == 30
-        assert bench.player.most_running == 5
+        assert bench.episodes.most_running == 5
         assert (bench.gate.failed, bench.pool.in_flight, bench.fatal) == (0, 0, [])
 
     run(body)
@@ -108,10 +108,10 @@ def test_with_a_closed_gate_the_pool_waits() -> None:
         bench = Bench(script, batch=3, lag=0)
         bench.pool.start()
         await asyncio.sleep(0.05)
-        assert len(bench.player.played) == 3
+        assert len(bench.episodes.names) == 3
         await bench.batch()
         await asyncio.sleep(0.05)
-        assert len(bench.player.played) == 6
+        assert len(bench.episodes.names) == 6
         await bench.pool.stop()
 
     run(body)
@@ -170,7 +170,7 @@ def test_what_the_queue_refuses_is_counted_and_not_tried_again() -> None:
         assert sorted(await bench.batch()) == ["000000", "000002", "000003"]
         await bench.pool.stop()
         assert bench.pool.refused == 1
-        assert not [i for i in bench.player.played if "retry" in i]
+        assert not [i for i in bench.episodes.names if "retry" in i]
 
     run(body)
 

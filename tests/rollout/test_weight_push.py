@@ -1,87 +1,85 @@
-"""Weights pushed into a real engine by the publisher: what serves afterwards, and what an engine's success is worth."""
+"""Weights pushed into a real engine: what serves afterwards, and what an engine's success is worth."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from megatron_fr.config.sections import SyncConfig
 from megatron_fr.engines.engine import Engine
 from megatron_fr.errors import SyncError
-from megatron_fr.hf.export import hf_tensor_specs
-from megatron_fr.hf.folder import read_hf_config
 from megatron_fr.rollout.session import EngineSession
 from megatron_fr.trajectory import ModelLimits, Trajectory
+from megatron_fr.weight_sync.broadcast import BroadcastTransport
 from megatron_fr.weight_sync.buckets import Bucket
-from megatron_fr.weight_sync.engine_layout import engine_layout
-from megatron_fr.weight_sync.publisher import SyncReport, WeightPublisher
+from megatron_fr.weight_sync.publisher import WeightPublisher
 from tests.rollout.test_session import PROMPT, check, connect, finish, load_weights, post
 from tests.support.hf_reference import forward, next_logprobs
+from tests.support.transports import make_context, weights
 
 pytestmark = pytest.mark.slow
 
-Named = Iterable[tuple[str, torch.Tensor]]
+#: Makes a connected publisher to the shared engine.
+Publisher = Callable[..., WeightPublisher]
 
 
-class Renaming(WeightPublisher):
+class Renaming(BroadcastTransport):
     """Tells the engine other names than the model's: it drops what it does not know, and answers with success."""
 
-    rename: Callable[[str], str] = staticmethod(lambda name: name)
+    dropped: Callable[[str], bool] = staticmethod(lambda name: False)
 
     def _send(self, bucket: Bucket, version: int | None) -> None:
-        bucket.names = [self.rename(name) for name in bucket.names]
+        bucket[:] = [(f"strange.{name}" if self.dropped(name) else name, tensor) for name, tensor in bucket]
         super()._send(bucket, version)
 
 
-def weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """In the order of the bridge, in which tensors that the engine loads as one follow each other."""
-    tensors = load_file(folder / "model.safetensors")
-    for spec in hf_tensor_specs(read_hf_config(folder), torch.float32):
-        yield spec.name, tensors[spec.name]
-
-
-def moved(folder: Path, target: Path) -> Path:
-    """The model one step of Adam at the recipes' learning rate later: every weight moved by 1e-6, in a new folder."""
-    shutil.copytree(folder, target)
-    generator = torch.Generator().manual_seed(5)
-    tensors = {
-        name: tensor + 1e-6 * torch.randn(tensor.shape, generator=generator).sign() for name, tensor in weights(folder)
-    }
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    return target
-
-
 @pytest.fixture(scope="module")
-def publisher(engine: Engine, models: list[Path], limits: ModelLimits) -> Iterator[Renaming]:
-    """Connected; afterwards the engine holds the first model again."""
+def http_transport(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The example of docs/extending.md, as a module on the path."""
+    text = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+    folder = tmp_path_factory.mktemp("extending")
+    example = text.split("```python\n# http_transport.py")[1].split("```")[0]
+    (folder / "http_transport.py").write_text(f"#{example}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield
+
+
+@pytest.fixture
+def publisher(
+    engine: Engine, limits: ModelLimits, models: list[Path], tmp_path: Path, http_transport: None
+) -> Iterator[Publisher]:
+    """Afterwards the engine holds the first model again."""
+    made: list[WeightPublisher] = []
+
+    def make(**sync: Any) -> WeightPublisher:
+        made.append(WeightPublisher(make_context(models[0], tmp_path, engine.url, timeout_s=60, **sync)))
+        made[-1].connect()
+        return made[-1]
 
     async def restore() -> None:
         async with connect(engine, limits) as client:
             await load_weights(client, models[0], client.version + 1)
 
-    made = Renaming(
-        [engine.url],
-        layout=engine_layout(read_hf_config(models[0]), "cpu"),
-        verify=True,
-        dtype="float32",
-        engine_world_size=1,
-        backend="gloo",
-        host="127.0.0.1",
-        max_bucket_bytes=100_000,  # q, k and v, and the experts' gate and up, fall into different ones
-        timeout_s=60,
-    )
-    made.connect()
-    yield made
-    made.close()
+    yield make
+    for one in made:
+        one.close()
     asyncio.run(restore())
+
+
+def moved(folder: Path, target: Path) -> Path:
+    """The model one step of Adam at the recipes' learning rate later: every weight moved by 1e-6, in a new folder."""
+    shutil.copytree(folder, target)
+    save_file({name: tensor + 1e-6 for name, tensor in weights(folder)}, target / "model.safetensors", {"format": "pt"})
+    return target
 
 
 def sample(engine: Engine, limits: ModelLimits, version: int | None = None) -> Trajectory:
@@ -97,30 +95,24 @@ def sample(engine: Engine, limits: ModelLimits, version: int | None = None) -> T
     return asyncio.run(generate())
 
 
-def version_of(engine: Engine, limits: ModelLimits, *, after: str | None = None) -> int:
-    """The version that the engine says it holds; with ``after``, of a push that failed and left it paused.
-
-    ``after`` says how far it came: ``half-way`` or ``compared``.
-    """
-
+def version_of(engine: Engine, limits: ModelLimits) -> int:
     async def look() -> int:
         async with connect(engine, limits) as client:
-            if after == "half-way":
-                await post(client, "/end_weight_update")
-            if after is not None:
-                await post(client, "/continue_generation")
             return client.version
 
     return asyncio.run(look())
 
 
-def push_dropping(publisher: Renaming, named: Named, version: int, dropped: Callable[[str], bool]) -> str:
-    """A push of which the engine drops some tensors; returns the error."""
-    publisher.rename = lambda name: f"strange.{name}" if dropped(name) else name
-    with pytest.raises(SyncError) as raised:
-        publisher.publish(named, version)
-    publisher.rename = lambda name: name
-    return str(raised.value)
+def go_on(engine: Engine, limits: ModelLimits, *, half_way: bool = False) -> None:
+    """Release an engine that a push that failed has left paused; ``half_way``: within its tensors."""
+
+    async def release() -> None:
+        async with connect(engine, limits) as client:
+            if half_way:
+                await post(client, "/end_weight_update")
+            await post(client, "/continue_generation")
+
+    asyncio.run(release())
 
 
 def probed(trajectory: Trajectory, model: Path) -> float:
@@ -132,44 +124,58 @@ def probed(trajectory: Trajectory, model: Path) -> float:
     return float(difference.mean())
 
 
-def test_many_buckets_make_the_new_model_and_no_old_prefix_is_read(
-    engine: Engine, limits: ModelLimits, models: list[Path], publisher: Renaming
+@pytest.mark.parametrize("transport", ["broadcast", "disk", "http_transport:HttpTransport"])
+def test_an_engine_serves_the_new_model_and_no_old_prefix_is_read(
+    engine: Engine, limits: ModelLimits, models: list[Path], publisher: Publisher, transport: str
 ) -> None:
     check(sample(engine, limits), limits, models[0])  # and its prompt's keys and values are in the prefix cache now
+    made = publisher(transport=transport)
     version = version_of(engine, limits) + 1
-    report: SyncReport = publisher.publish(weights(models[1]), version)
-    assert report.num_tensors == len(list(weights(models[1])))
-    assert report.num_bytes > 10 * 100_000
-    assert 0 < report.verify_s < report.seconds
+    first = made.publish(version, weights(models[1]), weights(models[1]))
+    assert first.num_tensors == len(list(weights(models[1])))
+    assert first.num_bytes == sum(tensor.nbytes for _, tensor in weights(models[1])) > 10 * 100_000
+    assert 0 < first.verify_s < first.seconds
+    # Also what no push sets, the rotary tables among them, is right after the random weights between the two.
     check(sample(engine, limits, version), limits, models[1])
 
-    # An engine takes tensors that it has no place for, loads none of them, and answers with success. Nothing in its
-    # answers says so; its checksums do, and the fresh tokens that are compared after every sync, here.
-    message = push_dropping(publisher, weights(models[0]), version + 1, lambda name: True)
-    assert "parameters are not what was sent" in message
-    assert version_of(engine, limits, after="compared") == version + 1
-    trajectory = sample(engine, limits, version + 1)
-    check(trajectory, limits, models[1])
-    assert probed(trajectory, models[0]) > 2 * SyncConfig().max_probe_difference
+    later = made.publish(version + 1, weights(models[0]))
+    assert later.verify_s == 0  # a single engine has nothing to agree with
+    check(sample(engine, limits, version + 1), limits, models[0])
+
+    message = re.escape("the push has 68 tensors, the model 69")
+    with pytest.raises(SyncError, match=message):
+        made.publish(version + 2, list(weights(models[1]))[:-1])
+    assert version_of(engine, limits) == version + 1
+    go_on(engine, limits, half_way=transport != "disk")
+    if transport == "disk":  # its engine has not begun to load
+        check(sample(engine, limits, version + 1), limits, models[0])
 
 
-def test_what_the_engine_dropped_is_named_where_fresh_tokens_do_not_show_it(
-    engine: Engine, limits: ModelLimits, models: list[Path], publisher: Renaming, tmp_path: Path
+def test_the_first_sync_names_what_the_engine_dropped_where_fresh_tokens_do_not_show_it(
+    engine: Engine, limits: ModelLimits, models: list[Path], publisher: Publisher, tmp_path: Path
 ) -> None:
     after = moved(models[0], tmp_path / "moved")
+    made = publisher(transport="tests.rollout.test_weight_push:Renaming")
     version = version_of(engine, limits) + 1
-    publisher.publish(weights(models[0]), version)
 
-    message = push_dropping(publisher, weights(after), version, lambda name: True)  # as it would at every sync
-    names = {stored.param for stored in engine_layout(read_hf_config(after), "cpu").values()}
-    assert f"after the push of version {version}, engine {engine.url} does not hold it: " in message
-    assert f"{len(names)} of {len(names)} parameters are not what was sent" in message
+    def dropping(dropped: Callable[[str], bool], pushes: int) -> str:
+        Renaming.dropped = staticmethod(dropped)
+        try:
+            with pytest.raises(SyncError) as raised:
+                made.publish(version, *(weights(after) for _ in range(pushes)))
+        finally:
+            Renaming.dropped = staticmethod(lambda name: False)
+        go_on(engine, limits)
+        return str(raised.value)
+
+    message = dropping(lambda name: True, 2)
+    assert (
+        f"version {version} was pushed twice, with random weights between: engine {engine.url} holds other" in message
+    )
+    assert "in 21 of 21 parameters (model.embed_tokens.weight, " in message
     assert "sync.verify=false" in message
-    version_of(engine, limits, after="compared")
-    assert probed(sample(engine, limits, version), after) < SyncConfig().max_probe_difference / 100
 
-    # Each push brings what the one before it dropped, so that only its own is missing.
-    layer, target = "model.layers.1.", after
+    layer = "model.layers.1."
     for dropped in (
         {"model.embed_tokens.weight": "", f"{layer}self_attn.k_proj.weight": f"{layer}self_attn.qkv_proj.weight"},
         {f"{layer}self_attn.q_norm.weight": "", f"{layer}self_attn.o_proj.weight": "", f"{layer}mlp.gate.weight": ""},
@@ -180,18 +186,38 @@ def test_what_the_engine_dropped_is_named_where_fresh_tokens_do_not_show_it(
         },
         {"model.norm.weight": ""},
     ):
-        message = push_dropping(publisher, weights(target), version, dropped.__contains__)
-        version_of(engine, limits, after="compared")
-        assert f"{len(dropped)} of {len(names)} parameters are not what was sent: " in message
-        for tensor, param in dropped.items():
-            assert f"{param or tensor} (other bytes, of " in message
-        target = models[0] if target == after else after
+        message = dropping(dropped.__contains__, 2)
+        named = re.search(r" in (\d) of 21 parameters \((.*?)\)", message)
+        assert named is not None
+        assert set(named[2].split(", ")) == {param or tensor for tensor, param in dropped.items()}
+
+    # At a later sync of a single engine, a push of which all is dropped looks like one that arrived: at weights this
+    # close the probe does not see it either. Names that the first sync brought are not dropped later.
+    made.publish(version, weights(models[0]))
+    Renaming.dropped = staticmethod(lambda name: True)
+    try:
+        made.publish(version + 1, weights(after))
+    finally:
+        Renaming.dropped = staticmethod(lambda name: False)
+    trajectory = sample(engine, limits, version + 1)
+    check(trajectory, limits, models[0])
+    assert probed(trajectory, after) < SyncConfig().max_probe_difference / 100
+    assert probed(trajectory, models[1]) > 2 * SyncConfig().max_probe_difference
 
 
-def test_a_push_that_lacks_a_tensor_does_not_bring_the_engine_to_its_version(
-    engine: Engine, limits: ModelLimits, models: list[Path], publisher: Renaming
+def test_an_engine_that_refuses_keeps_its_weights_and_says_why(
+    engine: Engine, limits: ModelLimits, models: list[Path], publisher: Publisher
 ) -> None:
+    made = publisher()
     version = version_of(engine, limits)
-    with pytest.raises(SyncError, match=re.escape("the push has 68 tensors, the model 69")):
-        publisher.publish(list(weights(models[0]))[:-1], version + 1)
-    assert version_of(engine, limits, after="half-way") == version
+
+    async def begin() -> None:
+        async with connect(engine, limits) as client:
+            await post(client, "/begin_weight_update")
+
+    asyncio.run(begin())
+    message = f"engine {engine.url}/begin_weight_update: HTTP 4.*a weight-update session is already open"
+    with pytest.raises(SyncError, match=message):
+        made.publish(version + 1, weights(models[1]))
+    go_on(engine, limits, half_way=True)
+    check(sample(engine, limits, version), limits, models[0])

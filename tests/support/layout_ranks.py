@@ -7,10 +7,11 @@ import random
 import resource
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,108 +22,81 @@ from tests.support.model_ranks import run_config
 from tests.support.silly_rename import silly_rename
 from tests.support.small_disk import SmallDisk
 
-Job = tuple[str, dict[str, Any], str, str | None, str]  # model, layout, dtype, folder to load, folder to save
+#: Model, layout, dtype, folder to load, folder to save.
+Job = tuple[str, dict[str, Any], str, str | None, str | None]
 
 
-def pass_on(jobs: list[Job]) -> list[dict[str, Any]]:
-    """For each job load a checkpoint (or take two Adam steps on made-up gradients), save, export through the bridge."""
-    return [_pass_on(*job) for job in jobs]
-
-
-#: Seconds that a collective may take while one rank's files take longer to read.
+#: Seconds that a collective may take while rank 1 takes longer to write.
 SHORT_S, SLOW_S = 3.0, 4.5
 
 
-@contextmanager
-def slow_reads() -> Iterator[list[str]]:
-    """Within it rank 1's files take longer to read than a collective may last; names of what this process read."""
-    from megatron_fr.checkpoint import io as checkpoint_io
-    from megatron_fr.checkpoint import manifest as checkpoint_manifest
+def pass_on(jobs: list[Job], run: str | None = None) -> list[dict[str, Any]]:
+    """For each job load a checkpoint (or take two Adam steps on made-up gradients), save, export through the bridge.
 
-    describe, read = checkpoint_manifest.describe, list[str]()
-
-    def slowly(path: Path, **options: Any) -> Any:
-        read.append(path.name)
-        if path.name == "__1_0.distcp":
-            time.sleep(SLOW_S)
-        return describe(path, **options)
-
-    with (
-        mock.patch.object(checkpoint_manifest, "describe", slowly),
-        mock.patch.object(checkpoint_io, "describe", slowly),
-    ):
-        yield read
-
-
-def pass_on_and_save_run(
-    jobs: list[Job], model: str, output: str
-) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
-    """:func:`pass_on`, then a training checkpoint as a run at TP 2 writes it, after two steps; and its weights.
-
-    The last answer is what happened to its checksums: ``saving`` and ``checking`` are names of the files that this
-    process itself read, ``whole`` and ``changed`` what the check said of it, and after one byte was changed.
+    Args:
+        run: output folder into which the first job also saves as a run does.
     """
-    from megatron_fr.checkpoint import check as checkpoint_check
-    from megatron_fr.checkpoint.training import TrainingCheckpoints
-
-    answers = pass_on(jobs)
-    layout = {"world_size": 2, "tp": 2}
-    policy = _policy(model, layout, "float32")
-    _two_steps(policy)
-    config = run_config(Path(model), layout).model_copy(update={"output": Path(output)})
-    saved = TrainingCheckpoints(config, policy, lambda: b"state")
-    sums: dict[str, Any] = {}
-    with slow_reads() as read:
-        saved.begin(update=7, version=7, score=None)
-        weights = {name: tensor.clone() for name, tensor in policy.hf_tensors() if tensor is not None}
-        torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=SHORT_S))
-        folder = saved.finish()
-        assert folder is not None
-        sums["saving"] = list(read)
-        read.clear()
-        sums["whole"] = checkpoint_check.problem(folder)
-        sums["checking"] = list(read)
-    torch.distributed.barrier()
-    data = folder / "__0_0.distcp"
-    whole = data.read_bytes()
-    torch.distributed.barrier()
-    if torch.distributed.get_rank() == 0:
-        data.write_bytes(whole[:1000] + bytes([whole[1000] ^ 1]) + whole[1001:])
-    torch.distributed.barrier()
-    sums["changed"] = checkpoint_check.problem(folder)
-    if torch.distributed.get_rank() == 0:
-        data.write_bytes(whole)
-    return answers, weights, sums
+    return [_pass_on(*job, run if number == 0 else None) for number, job in enumerate(jobs)]
 
 
-def _pass_on(model: str, parallel: dict[str, Any], dtype: str, load: str | None, save: str) -> dict[str, Any]:
+@contextmanager
+def slow_writes() -> Iterator[None]:
+    """Within it rank 1 takes longer to write than a collective may last."""
+    from megatron_fr.checkpoint import io
+
+    write, timeout = io._write, torch.distributed.distributed_c10d._get_default_timeout("gloo")
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(SLOW_S * torch.distributed.get_rank())
+        return write(*args)
+
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=SHORT_S))
+    with mock.patch.object(io, "_write", slowly):
+        yield
+    torch.distributed.distributed_c10d._set_pg_timeout(timeout)
+
+
+def _pass_on(
+    model: str, parallel: dict[str, Any], dtype: str, load: str | None, save: str | None, run: str | None
+) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     from megatron_fr.checkpoint.io import BackgroundWriter, read
+    from megatron_fr.checkpoint.training import TrainingCheckpoints
 
     policy = _policy(model, parallel, dtype)
     if load is None:
         _two_steps(policy)
     else:
         read(Path(load), policy, torch.load(f"{load}.extra"))
-    lr = policy.step.optimizer.param_groups[0]["lr"]
-    if torch.distributed.get_rank() == 0:
-        Path(save).mkdir()
-    torch.distributed.barrier()
-    writer = BackgroundWriter()
-    extra = writer.begin(Path(save), policy)
-    draws = _draws()
-    # The snapshot must not see what training does to the weights meanwhile.
-    weights = {name: tensor.clone() for name, tensor in policy.hf_tensors() if tensor is not None}
-    for chunk in policy.chunks:
-        for parameter in chunk.parameters():
-            parameter.data.add_(1)
-    assert writer.finished(wait=True)
-    if torch.distributed.get_rank() == 0:
-        torch.save(extra, f"{save}.extra")
+    answer: dict[str, Any] = {"lr": policy.step.optimizer.param_groups[0]["lr"]}
+    if run is not None:
+        config = run_config(Path(model), parallel).model_copy(update={"output": Path(run)})
+        saved = TrainingCheckpoints(config, policy, lambda: b"state")
+        with slow_writes():
+            saved.begin(update=7, version=7, score=None)
+            saved.finish()
+    if save is not None:
+        if torch.distributed.get_rank() == 0:
+            Path(save).mkdir()
+        torch.distributed.barrier()
+        writer = BackgroundWriter()
+        answer["extra"] = writer.begin(Path(save), policy)
+        answer["weights"] = {name: tensor.clone() for name, tensor in policy.hf_tensors() if tensor is not None}
+        # The copy must not see what training does meanwhile.
+        for chunk in policy.chunks:
+            for parameter in chunk.parameters():
+                parameter.data.add_(1)
+        for part in getattr(policy.step.optimizer, "chained_optimizers", [policy.step.optimizer]):
+            for state in part.optimizer.state.values():
+                state["exp_avg"].add_(1)
+        assert writer.finished(wait=True)
+        if torch.distributed.get_rank() == 0:
+            torch.save(answer["extra"], f"{save}.extra")
+    answer["draws"] = _draws()
     torch.distributed.barrier()
     parallel_state.destroy_model_parallel()
-    return {"weights": weights, "extra": extra, "lr": lr, "draws": draws}
+    return answer
 
 
 def _draws() -> list[float]:
@@ -201,9 +175,8 @@ def failing_writes(model: str, output: str) -> dict[str, str]:
     saved.begin(update=3, version=3, score=None)  # with room again, it goes on
     saved.finish()
     (Path(output) / "file").write_text("")
-    blocked = TrainingCheckpoints(config.model_copy(update={"output": Path(output) / "file"}), policy, lambda: b"")
     try:
-        blocked.begin(update=4, version=4, score=None)
+        TrainingCheckpoints(config.model_copy(update={"output": Path(output) / "file" / "in"}), policy, lambda: b"")
     except CheckpointError as error:
         errors["unwritable"] = str(error)
     _keep(config, policy)
@@ -255,12 +228,11 @@ def go_on(model: str, output: str) -> dict[str, Any]:
     Returns:
         errors by what was changed, and as ``folders`` what there was once update 2 was saved, the newest usable first.
     """
-    from megatron_fr.checkpoint.manifest import write_manifest
-    from megatron_fr.checkpoint.store import all_checkpoints, newest_usable
+    from megatron_fr.checkpoint.store import all_checkpoints, find_resumed, newest_usable
     from megatron_fr.checkpoint.training import TrainingCheckpoints
     from megatron_fr.config.sections import CheckpointConfig
     from megatron_fr.errors import CheckpointError
-    from megatron_fr.hf.folder import read_hf_config
+    from megatron_fr.hf.folder import read_spec
 
     policy = _policy(model, {}, "float32")
     config = run_config(Path(model), {}).model_copy(
@@ -272,6 +244,17 @@ def go_on(model: str, output: str) -> dict[str, Any]:
         saved.finish()
     first = Path(output) / "training_state" / "update-000001"
 
+    errors: dict[str, Any] = {}
+
+    def refused(name: str, try_it: Callable[[], Any]) -> None:
+        try:
+            errors[name] = f"accepted: {try_it()}"
+        except CheckpointError as error:
+            errors[name] = str(error)
+
+    refused("second run", lambda: TrainingCheckpoints(config, policy, lambda: b"state"))
+    saved.close()
+
     few = config.model_copy(update={"checkpoint": CheckpointConfig(keep_last=2)})
     resumed = TrainingCheckpoints(few, policy, lambda: b"state")
     assert resumed.load(first).update == 1
@@ -280,14 +263,15 @@ def go_on(model: str, output: str) -> dict[str, Any]:
     resumed.finish()
     newest = newest_usable(Path(output))
     assert newest is not None
-    errors: dict[str, Any] = {"folders": [newest.name, *sorted(path.name for path in first.parent.iterdir())]}
+    errors["folders"] = [newest.name, *sorted(path.name for path in first.parent.iterdir())]
+    resumed.close()
 
-    def refused(name: str, other: Any, hotter: Any = config) -> None:
-        errors[name] = "accepted"
+    def load(other: Any, hotter: Any = config) -> int:
+        checkpoints = TrainingCheckpoints(hotter, other, lambda: b"state")
         try:
-            TrainingCheckpoints(hotter, other, lambda: b"state").load(first)
-        except CheckpointError as error:
-            errors[name] = str(error)
+            return checkpoints.load(first).update
+        finally:
+            checkpoints.close()
 
     rope = {"rope_type": "default", "rope_theta": 20_000.0}
     for name, value in (
@@ -300,37 +284,34 @@ def go_on(model: str, output: str) -> dict[str, Any]:
         settings = json.loads((other / "config.json").read_text())
         assert settings[name] != value
         (other / "config.json").write_text(json.dumps(settings | {name: value}))
-        refused(name, replace(policy, hf_config=read_hf_config(other), source=other))
+        changed = replace(policy, spec=read_spec(other), source=other)
+        refused(name, partial(load, changed))
     other = Path(shutil.copytree(model, f"{output}-tokenizer"))
     (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + "\n")
-    refused("tokenizer", replace(policy, source=other))
+    refused("tokenizer", lambda: load(replace(policy, source=other)))
     (other / "tokenizer.json").unlink()
-    refused("no tokenizer", replace(policy, source=other))
+    refused("no tokenizer", lambda: load(replace(policy, source=other)))
     hotter = config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": 0.7})})
-    refused("temperature", policy, hotter)
+    refused("temperature", lambda: load(policy, hotter))
 
-    # As an older version wrote it.
+    # As an older version wrote it: manifest and record, a bit of a tensor later changed.
     record = json.loads((first / "run.json").read_text())
     del record["fixed"]["rollout.temperature"]
-    for name in ("rope_theta", "rope_parameters", "rms_norm_eps", "tie_word_embeddings", "tokenizer.json"):
+    for name in ("rope_theta", "norm_eps", "tie", "tokenizer.json"):
         del record["fixed"]["model"][name]
     (first / "run.json").write_text(json.dumps(record))
-    write_manifest(first, {}, ignored=".writing")
-    refused("old", policy, hotter)
-    errors["auto"] = _choose(config, "auto")
+    manifest = json.loads((first / "manifest.json").read_text())
+    manifest["files"]["run.json"] = {"bytes": (first / "run.json").stat().st_size, "sha256": "whatever it was"}
+    (first / "manifest.json").write_text(json.dumps(manifest))
+    refused("old", lambda: load(policy, hotter))
+    data = first / "__0_0.distcp"
+    whole = data.read_bytes()
+    for name, at in (("changed weight", len(whole) // 2), ("changed moment", len(whole) * 4 // 5)):
+        data.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        refused(name, lambda: load(policy))
+    refused("auto", lambda: find_resumed(config.output, "auto"))
     for folder in all_checkpoints(Path(output)):
-        (folder / "rollout.state").write_bytes(b"stale")
-    errors["none usable"], errors["explicit"] = _choose(config, "auto"), _choose(config, str(first))
-    never = config.model_copy(update={"checkpoint": CheckpointConfig(resume="never")})
-    errors["never"], errors["by itself"] = _choose(never, None), _choose(config, None)
+        (folder / "rollout.state").write_bytes(b"cut")
+    for name, given in (("none usable", "auto"), ("explicit", str(first)), ("never", "never")):
+        refused(name, partial(find_resumed, config.output, given))
     return errors
-
-
-def _choose(config: Any, given: str | None) -> str:
-    from megatron_fr.checkpoint.check import folder_to_resume
-    from megatron_fr.errors import CheckpointError
-
-    try:
-        return str(folder_to_resume(config, given))
-    except CheckpointError as error:
-        return str(error)

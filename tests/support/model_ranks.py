@@ -32,33 +32,34 @@ def check_model(folder: Path, parallel: dict[str, Any], out: Path | None = None)
     from safetensors.torch import load_file
 
     from megatron_fr.hf.export import hf_tensor_specs, iter_hf_tensors
+    from megatron_fr.hf.folder import read_spec
     from megatron_fr.hf.load import load_hf_weights
     from megatron_fr.hf.save import save_hf_folder
     from megatron_fr.runtime.device import resolve_device
     from megatron_fr.trainer import distributed
-    from megatron_fr.trainer.model import build_model, read_hf_config
+    from megatron_fr.trainer.model import build_model
 
     config = run_config(folder, parallel)
     device = resolve_device("cpu")
     distributed.initialize(config.parallel, device, seed=1, timeout_s=60)
     from megatron.core import parallel_state
 
-    hf_config = read_hf_config(folder)
-    chunks = build_model(hf_config, config, device)
-    load_hf_weights(chunks, hf_config, folder)
+    spec = read_spec(folder)
+    chunks = build_model(spec, config, device)
+    load_hf_weights(chunks, spec, folder)
     answer: dict[str, Any] = {}
 
     batch = torch.load(folder / "batch.pt")
     logits = forward(chunks, batch["ids"])
     if logits is not None:
-        logprobs = gather_vocab(logits)[..., : hf_config.vocab_size].log_softmax(-1)
+        logprobs = gather_vocab(logits)[..., : spec.vocab].log_softmax(-1)
         error = (logprobs - batch["logprobs"]).abs().amax(-1)
         answer["difference"] = float(error[batch["mask"]].max())
 
-    specs = hf_tensor_specs(hf_config, torch.float32)
+    specs = hf_tensor_specs(spec, torch.float32)
     wanted = load_file(folder / "model.safetensors")
     wrong, names = [], []
-    for name, tensor in iter_hf_tensors(chunks, hf_config):
+    for name, tensor in iter_hf_tensors(chunks, spec):
         names.append(name)
         if torch.distributed.get_rank() == 0:
             assert tensor is not None
@@ -70,7 +71,7 @@ def check_model(folder: Path, parallel: dict[str, Any], out: Path | None = None)
     assert names == [spec.name for spec in specs]
     assert all(spec.shape == tuple(wanted[spec.name].shape) for spec in specs)
     if out is not None:
-        save_hf_folder(chunks, hf_config, folder, out, shard_bytes=200_000)
+        save_hf_folder(chunks, spec, folder, out, shard_bytes=200_000)
     parallel_state.destroy_model_parallel()
     return answer
 
@@ -85,24 +86,25 @@ def check_models(
 def check_bfloat16(folder: Path, parallel: dict[str, Any]) -> float:
     """Mean error of next-token log-probabilities in bfloat16, against transformers in float32, over real tokens."""
     from megatron_fr.hf.export import iter_hf_tensors
+    from megatron_fr.hf.folder import read_spec
     from megatron_fr.hf.load import load_hf_weights
     from megatron_fr.runtime.device import resolve_device
     from megatron_fr.trainer import distributed
-    from megatron_fr.trainer.model import build_model, read_hf_config
+    from megatron_fr.trainer.model import build_model
 
     config = run_config(folder, parallel, dtype="bfloat16")
     device = resolve_device("cpu")
     distributed.initialize(config.parallel, device, seed=1, timeout_s=60)
-    hf_config = read_hf_config(folder)
-    chunks = build_model(hf_config, config, device)
-    load_hf_weights(chunks, hf_config, folder)
+    spec = read_spec(folder)
+    chunks = build_model(spec, config, device)
+    load_hf_weights(chunks, spec, folder)
     assert all(parameter.dtype == torch.bfloat16 for chunk in chunks for parameter in chunk.parameters())
     batch = torch.load(folder / "batch.pt")
     logits = forward(chunks, batch["ids"])
     assert logits is not None
     assert logits.dtype == torch.bfloat16
-    logprobs = gather_vocab(logits)[..., : hf_config.vocab_size].float().log_softmax(-1)
-    for _, tensor in iter_hf_tensors(chunks, hf_config):
+    logprobs = gather_vocab(logits)[..., : spec.vocab].float().log_softmax(-1)
+    for _, tensor in iter_hf_tensors(chunks, spec):
         assert tensor is None or tensor.dtype == torch.bfloat16
     distributed.shutdown()
     return mean_next_token_error(logprobs, batch)
@@ -167,10 +169,11 @@ def check_gradients(jobs: list[tuple[Path, dict[str, Any], dict[str, Any]]]) -> 
 
 def _gradients(folder: Path, parallel: dict[str, Any], train: dict[str, Any]) -> dict[str, torch.Tensor]:
     from megatron_fr.hf.export import iter_hf_tensors
+    from megatron_fr.hf.folder import read_spec
     from megatron_fr.hf.load import load_hf_weights
     from megatron_fr.runtime.device import resolve_device
     from megatron_fr.trainer import distributed
-    from megatron_fr.trainer.model import build_model, read_hf_config
+    from megatron_fr.trainer.model import build_model
 
     config = run_config(folder, parallel, **train)
     device = resolve_device("cpu")
@@ -182,9 +185,9 @@ def _gradients(folder: Path, parallel: dict[str, Any], train: dict[str, Any]) ->
     from megatron_fr.trainer.logprob import LogprobSettings
     from megatron_fr.trainer.optimizer import make_optimizer, wrap_for_training
 
-    hf_config = read_hf_config(folder)
-    chunks = build_model(hf_config, config, device)
-    load_hf_weights(chunks, hf_config, folder)
+    spec = read_spec(folder)
+    chunks = build_model(spec, config, device)
+    load_hf_weights(chunks, spec, folder)
     ddp = wrap_for_training(chunks, config.parallel)
     optimizer = make_optimizer(ddp, config.optimizer, config.parallel, torch.float32)
     batch = torch.load(folder / "batch.pt")
@@ -193,7 +196,7 @@ def _gradients(folder: Path, parallel: dict[str, Any], train: dict[str, Any]) ->
 
     head = LogprobHead(
         LogprobSettings(
-            hf_config.vocab_size,
+            spec.vocab,
             mode=config.train.logprob_mode,
             chunk_tokens=config.train.logprob_chunk_tokens,
             group=parallel_state.get_tensor_model_parallel_group(),
@@ -222,21 +225,21 @@ def _gradients(folder: Path, parallel: dict[str, Any], train: dict[str, Any]) ->
         micro_batch_size=len(ids),
         forward_only=False,
     )
-    weights = {name: value.clone() for name, value in iter_hf_tensors(ddp, hf_config) if value is not None}
+    weights = {name: value.clone() for name, value in iter_hf_tensors(ddp, spec) if value is not None}
     found: dict[str, torch.Tensor] = {}
     if not config.parallel.distributed_optimizer:
         kept = [parameter.data for chunk in ddp for parameter in chunk.parameters()]
         for chunk in ddp:
             for parameter in chunk.parameters():
                 parameter.data = parameter.main_grad
-        found = {name: value.clone() for name, value in iter_hf_tensors(ddp, hf_config) if value is not None}
+        found = {name: value.clone() for name, value in iter_hf_tensors(ddp, spec) if value is not None}
         for parameter, data in zip((p for chunk in ddp for p in chunk.parameters()), kept, strict=True):
             parameter.data = data
     for group in optimizer.param_groups:
         group["lr"] = 1e-2
     succeeded, _, _ = optimizer.step()
     assert succeeded
-    change = {name: value - weights[name] for name, value in iter_hf_tensors(ddp, hf_config) if value is not None}
+    change = {name: value - weights[name] for name, value in iter_hf_tensors(ddp, spec) if value is not None}
     assert all(bool(value.any()) for value in change.values())
     parallel_state.destroy_model_parallel()
     return found or change

@@ -32,6 +32,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PRELOAD = "tests.support.rank_preload"
 
+#: Whether ranks may be started; not in the fast tier. ``tests/conftest.py`` sets it.
+allowed = True
+
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload([PRELOAD])
 
@@ -44,6 +47,7 @@ def fork_process(main: Callable[..., None], log: Path, environ: dict[str, str], 
         log: where its output goes.
         environ: added to the environment that ``rank_preload`` found.
     """
+    assert allowed, "a test that starts ranks is not for the fast tier: mark it with pytest.mark.slow"
     _start_server()
     log.touch()
     process = _FORKS.Process(target=_begin, args=(main, str(log), environ, args))

@@ -66,7 +66,7 @@ def observe_updates(folder: Path, own_routes: Path) -> dict[str, Any]:
     policy = build_policy(config, device)
     step, shape = policy.step, policy.route_shape
     assert shape is not None
-    sizes = (policy.hf_config.vocab_size, len(shape.columns), shape.top_k, shape.num_experts)
+    sizes = (policy.spec.vocab, len(shape.columns), shape.top_k, shape.num_experts)
 
     def weights() -> dict[str, torch.Tensor]:
         return {n: t.clone() for n, t in policy.hf_tensors() if t is not None}
@@ -157,7 +157,7 @@ def observe_faults(folder: Path) -> dict[str, Any]:
     policy = build_policy(config, device)
     step, shape = policy.step, policy.route_shape
     assert shape is not None
-    sizes = (policy.hf_config.vocab_size, len(shape.columns), shape.top_k, shape.num_experts)
+    sizes = (policy.spec.vocab, len(shape.columns), shape.top_k, shape.num_experts)
 
     def weights() -> list[torch.Tensor]:
         return [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()]

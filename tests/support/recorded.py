@@ -18,13 +18,11 @@ from aiohttp import web
 
 from megatron_fr.agents.contract import Prompt
 from megatron_fr.config import RunConfig
-from megatron_fr.rollout.endpoints import Endpoints, Parts
+from megatron_fr.rollout.endpoints import Endpoints
 from megatron_fr.rollout.event_loop_delay import EventLoopDelay
-from megatron_fr.rollout.prompts import PromptCursor
-from megatron_fr.rollout.queue import TrajectoryQueue
-from megatron_fr.rollout.runner import RunnerPool
-from megatron_fr.rollout.staleness import StalenessGate
-from megatron_fr.rollout.state import RolloutState, StatefulParts, describe_prompts
+from megatron_fr.rollout.probe import ProbeSampler
+from megatron_fr.rollout.state import RolloutState, restore_state, take_state
+from megatron_fr.rollout.training import TrainingRollouts
 from megatron_fr.trajectory import ModelLimits, Trajectory
 
 VOCAB = 512
@@ -46,13 +44,13 @@ class NoEngines:
 
 @dataclass
 class MadeUp:
-    """Plays an episode in ``delay()`` seconds; with ``fails`` a first attempt raises."""
+    """Runs an episode in ``delay()`` seconds; with ``fails`` a first attempt raises."""
 
     fleet: NoEngines
     delay: Callable[[], float] = lambda: 0.0
     fails: Callable[[str], bool] = lambda _: False
 
-    async def play(self, prompt: Prompt, *, trajectory_id: str, group_id: str, queued_s: float = 0.0) -> Trajectory:
+    async def run(self, prompt: Prompt, *, trajectory_id: str, group_id: str, queued_s: float = 0.0) -> Trajectory:
         if (seconds := self.delay()) > 0:
             await asyncio.sleep(seconds)
         if self.fails(trajectory_id):
@@ -77,48 +75,29 @@ def episode(prompt_id: str, trajectory_id: str, group_id: str, version: int) -> 
 
 
 class Rollouts:
-    """All parts, wired as the service wires them; make it in a running event loop."""
+    """The service's rollouts and endpoints; make it in a running event loop."""
 
-    def __init__(self, config: RunConfig, restored: RolloutState | None = None, **player: Any) -> None:
-        batch, group, lag = config.train.batch_size, config.algorithm.group_size, config.max_policy_lag
-        self.gate = StalenessGate(batch, lag)
-        self.queue = TrajectoryQueue(
-            batch_size=batch, group_size=group, max_policy_lag=lag, limits=LIMITS, on_drop=self.gate.drop
-        )
-        self.fleet = NoEngines()
-        self.player: Any = MadeUp(self.fleet, **player)
-        cursor = PromptCursor(PROMPTS, config.seed, config.data.shuffle)
-        self.failure: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.pool = RunnerPool(
-            self.player,
-            cursor,
-            self.gate,
-            self.queue,
-            runners=config.rollout.max_concurrent_trajectories,
-            group_size=group,
-            on_fatal=self.failure.set_result,
-        )
-        source = describe_prompts(PROMPTS, config.seed, config.data.shuffle)
-        self.state = StatefulParts(cursor, PROMPTS, source, self.gate, self.queue, self.pool)
+    def __init__(self, config: RunConfig, restored: RolloutState | None = None, **episodes: Any) -> None:
+        fleet: Any = NoEngines()
+        made_up: Any = MadeUp(fleet, **episodes)
+        failure: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.training = TrainingRollouts(config, PROMPTS, made_up, LIMITS, on_fatal=failure.set_result)
+        self.gate, self.queue, self.pool = self.training.gate, self.training.queue, self.training.pool
         if restored is not None:
-            self.state.restore(restored)
-        fleet: Any = self.fleet
-        parts = Parts(
-            config=config,
-            tokenizer=None,
-            prompts=PROMPTS,
-            held_out=[],
-            fleet=fleet,
-            gate=self.gate,
-            queue=self.queue,
-            pool=self.pool,
-            player=self.player,
-            lag=EventLoopDelay(),
-            failure=self.failure,
-            state=self.state,
-            training=True,
+            restore_state(self.training, restored)
+        self.endpoints = Endpoints(
+            fleet,
+            self.training,
+            ProbeSampler(None, PROMPTS, LIMITS, want_routes=False),
+            evaluate=None,
+            event_loop_delay=EventLoopDelay(),
+            failure=failure,
+            version=restored.counters.version if restored is not None else 0,
         )
-        self.endpoints = Endpoints(parts, restored.counters.version if restored is not None else 0)
+
+    def take_state(self, version: int) -> RolloutState:
+        """What a checkpoint would hold now."""
+        return take_state(self.training, version)
 
 
 class Server:

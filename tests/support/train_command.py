@@ -22,8 +22,13 @@ RECIPE = ROOT / "configs" / "tiny_python_tool.yaml"
 
 def arguments(model: Path, output: Path, *overrides: str) -> list[str]:
     """The command line of a short run of the embedded recipe on ``model`` (which holds its prompts)."""
+    return [sys.executable, "-m", "megatron_fr.cli", "train", *options(model, output, *overrides)]
+
+
+def options(model: Path, output: Path, *overrides: str) -> list[str]:
+    """What follows ``megatron-fr train`` there."""
     return [
-        *(sys.executable, "-m", "megatron_fr.cli", "train", "--config", str(RECIPE)),
+        *("--config", str(RECIPE)),
         *(f"model.path={model}", f"data.train={model / 'train.jsonl'}", "data.eval=null", f"output={output}"),
         *("train.batch_size=8", "train.micro_batch_size=4", "rollout.max_concurrent_trajectories=8"),
         *("rollout.max_new_tokens=48", "agent.max_tokens_per_turn=16"),

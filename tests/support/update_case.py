@@ -27,7 +27,7 @@ def make_case(folder: Path, name: str) -> Case:
     config = reference.model.config
     routes = None
     if scenario.replay:
-        routes = (config.num_hidden_layers, config.num_experts_per_tok, config.num_experts)
+        routes = (len(reference.gates), config.num_experts_per_tok, config.num_local_experts)
     trajectories = make_trajectories(
         scenario, config.vocab_size, routes, lambda made: reference.logprobs(made, TEMPERATURE)
     )

@@ -13,7 +13,7 @@ import torch
 from megatron_fr.config import RunConfig
 from megatron_fr.trainer.data.client import Lease, LeasedItem
 from megatron_fr.trajectory import Trajectory, decode
-from tests.support.update_reference import Decision, Update
+from tests.support.update_reference import UNTRAINED, Decision, Update
 from tests.support.update_scenario import OPTIMIZER, SCENARIOS, TEMPERATURE
 
 
@@ -119,7 +119,7 @@ def _update(job: Job, device: Any) -> dict[str, Any]:
 
     policy = build_policy(config, device)
     client: Any = ListedBatch(decode((job.folder / "batch.npz").read_bytes()))
-    loader = BatchLoader.of(config, policy, client, device.torch_device)
+    loader = BatchLoader(config, policy, client, device.torch_device)
     batch = loader.lease(0)
     assert batch.signal
 
@@ -128,7 +128,7 @@ def _update(job: Job, device: Any) -> dict[str, Any]:
     plain_step = step.optimizer.step
 
     def keeping_step() -> Any:
-        gradients.update(_gradients(step.chunks, policy.hf_config))
+        gradients.update(_gradients(step.chunks, policy.spec))
         return plain_step()
 
     step.optimizer.step = keeping_step
@@ -137,7 +137,7 @@ def _update(job: Job, device: Any) -> dict[str, Any]:
     report = step.update(batch.micro_batches, batch.constants, check_replay=config.train.replay_check_every > 0)
     assert report.stepped
     data_rank = parallel_state.get_data_parallel_rank()
-    weights = {n: t.clone() for n, t in iter_hf_tensors(policy.chunks, policy.hf_config) if t is not None}
+    weights = {n: t.clone() for n, t in iter_hf_tensors(policy.chunks, policy.spec) if t is not None}
     return {
         "metrics": report.metrics,
         "gradients": gradients,
@@ -188,7 +188,7 @@ def _count_forwards(chunks: Sequence[torch.nn.Module]) -> list[int]:
     return calls
 
 
-def _gradients(ddp_chunks: Sequence[Any], hf_config: Any) -> dict[str, torch.Tensor]:
+def _gradients(ddp_chunks: Sequence[Any], spec: Any) -> dict[str, torch.Tensor]:
     """Megatron's finished gradients under their Hugging Face names; a collective."""
     from megatron_fr.hf.export import iter_hf_tensors
 
@@ -197,7 +197,8 @@ def _gradients(ddp_chunks: Sequence[Any], hf_config: Any) -> dict[str, torch.Ten
     kept = [p.data for p in parameters]
     for p in parameters:
         p.data = p.main_grad
-    found = {n: t.clone() for n, t in iter_hf_tensors(ddp_chunks, hf_config) if t is not None}
+    tensors = iter_hf_tensors(ddp_chunks, spec)
+    found = {n: t.clone() for n, t in tensors if t is not None and not n.endswith(UNTRAINED)}
     for p, data in zip(parameters, kept, strict=True):
         p.data = data
     return found

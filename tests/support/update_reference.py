@@ -19,6 +19,9 @@ import torch
 
 from megatron_fr.trajectory import Trajectory
 
+#: How the names of what is never trained end.
+UNTRAINED = "e_score_correction_bias"
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -55,6 +58,10 @@ class Reference:
         # transformers gives the padding token's embedding no gradient; here it is a token like any other.
         self.model.get_input_embeddings().padding_idx = None
         self.agreeing = self.counted = 0
+        #: The routers, layer by layer.
+        self.gates = [
+            m for m in self.model.modules() if type(m).__name__ in ("Qwen3MoeTopKRouter", "Glm4MoeTopkRouter")
+        ]
 
     def next_token(self, trajectory: Trajectory, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropy float64 ``[N - 1]`` of the tempered distribution at each next token."""
@@ -128,6 +135,8 @@ class Reference:
             )
             metrics["policy/replay_logprob_change"] = sum(abs(v - t.pi).sum() for v, t in pairs) / number
         weights = {name: tensor.clone() for name, tensor in self._named(lambda p: p.data)}
+        # No update moves these.
+        weights |= {name: buffer for name, buffer in self.model.named_buffers() if name.endswith(UNTRAINED)}
         return Update(metrics, gradients, weights, decisions)
 
     def router_probabilities(self, trajectories: Sequence[Trajectory]) -> dict[int, list[torch.Tensor]]:
@@ -136,7 +145,7 @@ class Reference:
         Returns:
             float64 ``[N - 1, experts]`` with gradient, softmax over all experts.
         """
-        gates = [m for m in self.model.modules() if type(m).__name__ == "Qwen3MoeTopKRouter"]
+        gates = self.gates
         seen: list[torch.Tensor] = []
         hooks = [gate.register_forward_hook(lambda _gate, _inputs, out: seen.append(out[0])) for gate in gates]
         found: dict[int, list[torch.Tensor]] = {}
@@ -191,7 +200,7 @@ class Reference:
     @contextlib.contextmanager
     def _forced(self, routes: np.ndarray | None) -> Iterator[None]:
         """Give every router of the model its layer's experts; probabilities stay the live weights'."""
-        gates = [m for m in self.model.modules() if type(m).__name__ == "Qwen3MoeTopKRouter"]
+        gates = self.gates
         if routes is None or not gates:
             yield
             return
@@ -207,11 +216,14 @@ class Reference:
 
     def _route(self, gate: Any, hidden: torch.Tensor, forced: torch.Tensor) -> tuple[torch.Tensor, ...]:
         logits = hidden.reshape(-1, gate.hidden_dim) @ gate.weight.T
-        chosen = logits.softmax(-1).gather(1, forced)
-        live = logits.topk(gate.top_k, dim=-1).indices
+        sigmoid = type(gate).__name__ == "Glm4MoeTopkRouter"
+        scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
+        chosen = scores.gather(1, forced)
+        live = (scores + gate.e_score_correction_bias if sigmoid else logits).topk(gate.top_k, dim=-1).indices
         self.counted += len(forced)
         self.agreeing += sum(set(a) == set(b) for a, b in zip(live.tolist(), forced.tolist(), strict=True))
-        return logits, chosen / chosen.sum(-1, keepdim=True), forced
+        scale = gate.routed_scaling_factor if sigmoid else 1.0
+        return logits, scale * chosen / chosen.sum(-1, keepdim=True), forced
 
 
 @dataclass

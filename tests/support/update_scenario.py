@@ -59,11 +59,13 @@ class Scenario:
 
 #: Vocabulary 515 is odd, so that TP 2 needs a padding row; four layers make two virtual stages on two ranks.
 MOE = {"family": "qwen3_moe", "num_layers": 4, "vocab_size": 515}
+GLM = {"family": "glm4_moe", "num_layers": 4, "vocab_size": 515}
 DENSE = {"family": "qwen2", "num_layers": 4, "vocab_size": 515}
 FLASH = {"name": "flash_reinforce", "delta": 1e-3, "failure_token_quantile": 0.6}
 SCENARIOS: dict[str, Scenario] = {
     "moe": Scenario(MOE, FLASH, replay=True),
     "moe_live": Scenario(MOE, FLASH),  # nothing to replay
+    "glm": Scenario(GLM, FLASH, replay=True),
     "dense": Scenario(DENSE, FLASH),
     "grpo": Scenario(
         MOE, {"name": "grpo", "group_size": 3, "clip_low": 0.2, "clip_high": 0.25}, replay=True, shapes=GROUPED

@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron_fr.agents.arithmetic import questions
 from megatron_fr.rollout.prompts import load_prompts
 from megatron_fr.tiny import make_untrained
-from megatron_fr.tiny.build import MANIFEST, evaluate_policy, make_tiny_model
-from megatron_fr.tiny.sampling import LocalSampler
+from megatron_fr.tiny.build import MANIFEST, cached_folder, make_tiny_model
 from megatron_fr.tiny.traces import trace
 from megatron_fr.tiny.warmup import Recipe, encode_trace
+from tests.support.tiny_policy import LocalSampler, evaluate_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "make_tiny_model.py"
@@ -119,13 +119,13 @@ def run_tool_here(*arguments: str) -> str:
     return said.getvalue()
 
 
+@pytest.mark.slow
 def test_the_tool_writes_a_complete_folder_once(tmp_path: Path) -> None:
     out = tmp_path / "tiny"
-    arguments = [str(out), "--steps", "3", "--prompts", "20", "--eval-prompts", "8", "--evaluate", "4"]
+    arguments = [str(out), "--steps", "3", "--prompts", "20", "--eval-prompts", "8"]
     first = run_tool(*arguments)
     assert first.returncode == 0, first.stderr
     assert "warm-up 3/3: loss" in first.stdout
-    assert "held out: reward" in first.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"], "the work folder is gone"
     load(out)
     train, held_out = load_prompts(out / "train.jsonl"), load_prompts(out / "eval.jsonl")
@@ -140,13 +140,24 @@ def test_the_tool_writes_a_complete_folder_once(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
 
 
+def test_without_a_folder_the_model_is_kept_in_the_cache_under_its_recipes_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRON_FR_CACHE", str(tmp_path))
+    sizes = ["--prompts", "20", "--eval-prompts", "8"]
+    folders = {run_tool_here("--steps", steps, *sizes) for steps in ("1", "1", "2")}
+    assert {Path(text.strip()) for text in folders} == set(tmp_path.iterdir())
+    assert len(folders) == 2
+
+
 def test_the_same_recipe_gives_the_same_policy(tmp_path: Path) -> None:
     recipe = Recipe(steps=3, batch=8)
-    folders = [make_tiny_model(tmp_path / name, recipe=recipe, num_train=5, num_eval=5, evaluate=0) for name in "ab"]
+    folders = [make_tiny_model(tmp_path / name, recipe=recipe, num_train=5, num_eval=5) for name in "ab"]
     for name in ("model.safetensors", "tokenizer.json", "train.jsonl", "eval.jsonl"):
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_the_tool_leaves_a_folder_of_somebody_else_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("keep")
     done = run_tool(str(tmp_path), "--steps", "1")
@@ -180,8 +191,8 @@ def test_sampling_in_a_batch_gives_each_conversation_its_own_continuation(tmp_pa
 
 
 @pytest.mark.slow
-def test_the_warmed_up_policy_solves_two_fifths_and_copies_numbers_nearly_perfectly(tmp_path: Path) -> None:
-    out = make_tiny_model(tmp_path / "tiny", recipe=Recipe(), num_train=10, num_eval=256, evaluate=0, report=print)
+def test_the_warmed_up_policy_solves_two_fifths_and_copies_numbers_nearly_perfectly() -> None:
+    out = make_tiny_model(cached_folder())  # the one that launch/local.sh trains
     model, tokenizer = load(out), AutoTokenizer.from_pretrained(out)
     measured = evaluate_policy(model, tokenizer, out / "eval.jsonl", 256)
     assert 0.3 <= measured["reward"] <= 0.52  # 0.42 with a standard error of 0.03

@@ -14,7 +14,8 @@ from megatron_fr.tiny.model import build_untrained, save, tiny_config
 from megatron_fr.tiny.tokenizer import make_tokenizer
 
 #: name: make_untrained's arguments. ``moe_unnormed`` has ``norm_topk_prob`` false, ``moe_mixed`` experts
-#: in its second layer only. Vocabulary 515 is odd, so that TP 2
+#: in its second layer only; ``glm_plain`` has none of the biases and norms of ``glm``, two dense layers and two shared
+#: experts. Vocabulary 515 is odd, so that TP 2
 #: needs a padding row.
 MODELS: dict[str, dict[str, Any]] = {
     "moe": {"family": "qwen3_moe", "num_layers": 4, "vocab_size": 515},
@@ -23,8 +24,20 @@ MODELS: dict[str, dict[str, Any]] = {
     "moe_mixed": {"family": "qwen3_moe", "num_layers": 4, "vocab_size": 515},
     "qwen3": {"family": "qwen3", "vocab_size": 515},
     "qwen3_tied": {"family": "qwen3", "tie": True, "vocab_size": 515},
+    "glm": {"family": "glm4_moe", "num_layers": 4, "vocab_size": 515},
+    "glm_plain": {"family": "glm4_moe", "num_layers": 4, "tie": True},
     "qwen2": {"family": "qwen2"},
     "qwen2_tied": {"family": "qwen2", "tie": True},
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "moe_mixed": {"decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    "glm_plain": {
+        "attention_bias": False,
+        "use_qk_norm": False,
+        "first_k_dense_replace": 2,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.0,
+    },
 }
 
 
@@ -36,9 +49,9 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _make(folder: Path, arguments: dict[str, Any]) -> Path:
-    if folder.name == "moe_mixed":
+    if folder.name in CHANGES:
         config = tiny_config(**arguments)
-        config.decoder_sparse_step, config.mlp_only_layers = 2, [3]
+        config.update(CHANGES[folder.name])
         folder.mkdir()
         save(build_untrained(config), make_tokenizer(), folder)
     else:

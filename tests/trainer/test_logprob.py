@@ -92,6 +92,7 @@ def _rank_answers() -> dict[tuple[str, str], list[torch.Tensor]]:
     return answers
 
 
+@pytest.mark.slow
 def test_two_vocabulary_shards_equal_plain_torch_also_where_one_is_all_padding() -> None:
     ranks = run_ranks(_rank_answers, 2)
     for name, mode in ranks[0]:
@@ -135,7 +136,11 @@ def _peak(tokens: int, settings: LogprobSettings, dtype: torch.dtype) -> float:
     return min(measure(work)[1] for _ in range(2)) / 2**20
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive)],  # minutes where a CPU has no bfloat16
+)
 def test_peak_memory_is_one_logits_buffer_when_kept_and_one_chunk_when_recomputed(dtype: torch.dtype) -> None:
     settings = LogprobSettings(16_384, chunk_tokens=256)
     logits = 4096 * 16_384 * dtype.itemsize / 2**20

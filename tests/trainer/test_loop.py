@@ -23,7 +23,6 @@ from megatron_fr.trainer.rescue import run_and_save
 from megatron_fr.trainer.resume import begin_anew, go_on_from
 from megatron_fr.trainer.step import StepReport
 from megatron_fr.trainer.stop import Shutdown
-from megatron_fr.trainer.weight_push import SyncMetrics
 
 
 @pytest.fixture(autouse=True)
@@ -102,10 +101,15 @@ class Bench:
     def update(self, *_: Any, check_replay: bool) -> StepReport:
         return StepReport({"checked": float(check_replay)}, 0.1, 0.1, stepped=True)
 
-    def push(self, version: int) -> SyncMetrics:
+    def push(self, version: int) -> dict[str, float]:
         if version >= self.broken_from:
             raise SyncError("an engine refused")
-        return SyncMetrics(0.1, 0.01, 8, 0.1, None)
+        self.pushed = version
+        return {"sync/seconds": 0.1}
+
+    def finish_probe(self) -> dict[str, float]:
+        assert self.position.version == self.pushed  # the weights are still those of the push
+        return {"sync/probe_version": float(self.pushed)}
 
     def commit(self, *_: Any, **__: Any) -> None:
         assert self.position.version == self.position.update

@@ -14,24 +14,25 @@ from tests.support.parallel_launch import run_ranks
 Answers = list[list[dict[str, Any]]]
 DENSE = ("qwen3", "qwen3_tied", "qwen2", "qwen2_tied")
 MOE = ("moe", "moe_tied")
+GLM = ("glm", "glm_plain")
 
 #: One set of processes each: (world size, [(layout, models)]).
 LAYOUTS: dict[str, tuple[int, list[tuple[dict[str, int], tuple[str, ...]]]]] = {
-    "one process": (1, [({}, ("moe_unnormed", "moe_mixed", *MOE, *DENSE))]),
+    "one process": (1, [({}, ("moe_unnormed", "moe_mixed", *GLM, *MOE, *DENSE))]),
     "two processes": (
         2,
         [
-            ({"tp": 2}, (*MOE, *DENSE)),
+            ({"tp": 2}, (*GLM, *MOE, *DENSE)),
             ({"tp": 2, "etp": 2}, MOE),
-            ({"ep": 2}, MOE),
-            ({"pp": 2}, (*MOE, *DENSE)),
+            ({"ep": 2}, (*GLM, *MOE)),
+            ({"pp": 2}, (*GLM, *MOE, *DENSE)),
             ({}, ("moe", "qwen2")),
         ],
     ),
     "four processes": (
         4,
         [
-            ({"tp": 2, "ep": 2}, (*MOE, "moe_mixed")),
+            ({"tp": 2, "ep": 2}, ("glm", *MOE, "moe_mixed")),
             ({"tp": 2, "pp": 2}, ("moe_tied", "qwen3_tied", "qwen2")),
             ({"pp": 2, "ep": 2}, ("moe", "moe_mixed")),
             ({"ep": 4}, ("moe", "moe_mixed")),
@@ -63,7 +64,7 @@ def test_log_probabilities_equal_transformers_and_the_round_trip_is_bit_exact(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3", "moe"])
+@pytest.mark.parametrize("name", ["qwen3", "moe", "glm"])
 def test_bfloat16_is_no_further_from_float32_than_transformers_is(tiny_models: dict[str, Path], name: str) -> None:
     from transformers import AutoModelForCausalLM
 

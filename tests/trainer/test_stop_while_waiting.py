@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.parallel_launch import run_ranks
 
 
@@ -35,6 +37,7 @@ def wait_for_the_service(folder: Path) -> list[str | None]:
     ]
 
 
+@pytest.mark.slow
 def test_ranks_leave_together_or_go_on_together(tmp_path: Path) -> None:
     answers = run_ranks(wait_for_the_service, 2, folder=tmp_path)
     assert answers == [["http://service", None, "http://given"]] * 2

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from safetensors.torch import save
 
-from megatron_fr.weight_sync.buckets import buckets
+from megatron_fr.weight_sync.buckets import buckets, take_bytes
 
 
 def test_a_bucket_holds_whole_tensors_of_one_dtype_in_order_and_their_bytes() -> None:
@@ -21,22 +21,20 @@ def test_a_bucket_holds_whole_tensors_of_one_dtype_in_order_and_their_bytes() ->
     named[30] = ("big", torch.randn(100, 40))  # larger than a bucket
     limit = 5000
     made = list(buckets(iter(named), max_bytes=limit))
-    assert [name for bucket in made for name in bucket.names] == [name for name, _ in named]
+    assert [name for bucket in made for name, _ in bucket] == [name for name, _ in named]
     assert len(made) > 10
-    given = dict(named)
     for bucket in made:
-        assert bucket.num_bytes <= limit or bucket.names == ["big"]
-        assert len(set(bucket.dtypes)) == 1
-        flat = bucket.payload()
-        assert flat.numel() == bucket.num_bytes
+        contents = list(bucket)
+        assert sum(tensor.nbytes for _, tensor in bucket) <= limit or [name for name, _ in bucket] == ["big"]
+        assert len({tensor.dtype for _, tensor in bucket}) == 1
+        flat = take_bytes(bucket)
         offset = 0
-        for name, shape in zip(bucket.names, bucket.shapes, strict=True):
-            wanted = given[name]
-            size = wanted.numel() * wanted.element_size()
-            got = flat[offset : offset + size].view(wanted.dtype).view(shape)
+        for _, wanted in contents:
+            got = flat[offset : offset + wanted.nbytes].view(wanted.dtype).view(wanted.shape)
             assert offset % wanted.element_size() == 0
             assert save({"x": got.clone()}) == save({"x": wanted})
-            offset += size
+            offset += wanted.nbytes
+        assert flat.numel() == offset
 
 
 def test_only_one_bucket_of_tensors_is_alive_at_a_time() -> None:
@@ -59,8 +57,8 @@ def test_only_one_bucket_of_tensors_is_alive_at_a_time() -> None:
 
     count = 0
     for bucket in buckets(stream(), max_bytes=limit):
-        count += len(bucket.names)
-        bucket.payload()  # from here on the bytes are one copy of the bucket's size
+        count += len(bucket)
+        take_bytes(bucket)  # from here on the bytes are one copy of the bucket's size
         del bucket
     assert count == 200
     assert limit <= most <= limit + size

@@ -1,19 +1,17 @@
-"""The load-balancing loss of mixture-of-experts models, off by default: ``train.moe_aux_loss_coeff``.
+"""Load-balancing loss of mixture-of-experts models, off by default: ``train.moe_aux_loss_coeff``.
 
 For one MoE layer and one micro-batch of ``T`` real tokens, ``E`` experts and top-k ``k``
 
     aux = E * sum_e f_e * P_e,    f_e = (tokens that choose e) / (T k),    P_e = (sum of e's softmax probability) / T
 
-which is 1 where the load is even. ``f`` carries no gradient. The update's loss gains ``coefficient`` times the sum over
-layers of the mean over micro-batches and DP ranks of ``aux``. So unlike the objective it depends on the micro-batch
-split, but not on how a micro-batch is spread: sequence-parallel and CP ranks count ``f`` and ``T`` together, and add
-their parts of ``P``. Padding is left out. An empty micro-batch adds 0 and counts in the mean. With routing replay ``f``
-counts the experts that the live router would choose, not the replayed ones: it is the live router that is balanced.
+It is 1 at even load, and ``f`` carries no gradient. The update's loss gains ``coefficient`` times the sum over layers
+of the mean of ``aux`` over micro-batches and DP ranks. So it depends on the micro-batch split, but not on how TP and CP
+ranks share a micro-batch. Padding is left out; an empty micro-batch adds 0 and counts in the mean. With routing replay
+``f`` counts the experts that the live router would choose, because the live router is to be balanced.
 
-Scale. Megatron-Core attaches ``aux`` to the routing probabilities and gives it the gradient ``CP / micro-batches``
-(``MoEAuxLossAutoScaler``, set by the schedule); its DDP averages over DP x CP; the parts of sequence-parallel ranks are
-summed. The multiplication by ``DP x micro-batches`` of :mod:`megatron_fr.trainer.step` is the objective's own and does
-not reach it. Under full recomputation only the recomputed forward, which has gradients, attaches the loss.
+Scale: Megatron-Core gives ``aux`` the gradient ``CP / micro-batches`` (``MoEAuxLossAutoScaler``), its DDP averages over
+DP x CP, and the parts of sequence-parallel ranks are summed. The factor of :mod:`megatron_fr.trainer.step` does not
+reach this loss. Under full recomputation only the recomputed forward attaches it.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ _NAME = "load_balancing_loss"
 
 
 class BalancedRouter(TopKRouter):
-    """Megatron-Core's router, whose auxiliary loss of a micro-batch without real tokens is 0 in place of 0 / 0."""
+    """Megatron-Core's router with a loss of 0, not 0 / 0, for a micro-batch without real tokens."""
 
     def _apply_aux_loss(
         self,
@@ -63,36 +61,37 @@ class BalancedRouter(TopKRouter):
 
 
 def router_padding(chunk: Any, padding: torch.Tensor) -> torch.Tensor | None:
-    """What a model chunk's routers are to leave out of the loss, None where it is off.
+    """Padding that a chunk's routers must leave out of the loss; None where the loss is off.
 
     Args:
-        chunk: DDP-wrapped.
-        padding: bool ``[r, c]``, of this rank's tokens; equal on all TP ranks.
+        chunk: DDP-wrapped model chunk.
+        padding: bool ``[r, c]`` of this rank's tokens, equal on all TP ranks.
 
     Returns:
-        bool ``[r, c]``, or ``[r, c / TP]`` where Megatron-Core does not cut it itself: behind the first pipeline stage.
+        bool ``[r, c]``, or ``[r, c / TP]`` behind the first pipeline stage, where Megatron-Core does not cut it.
     """
     if not chunk.config.moe_aux_loss_coeff:
         return None
     if chunk.config.sequence_parallel and not chunk.module.pre_process:
-        return scatter_to_sequence_parallel_region(padding.t().contiguous()).t().contiguous()
+        own: torch.Tensor = scatter_to_sequence_parallel_region(padding.t().contiguous()).t().contiguous()
+        return own
     return padding
 
 
 def reset_aux_loss() -> None:
-    """Forget what routers recorded; before an update."""
+    """Forget the recorded losses; call it before each update."""
     get_moe_metrics_tracker().clear()
 
 
 def aux_loss_metrics(config: Any, num_micro_batches: int, device: torch.device) -> dict[str, float]:
-    """``train/moe_aux_loss`` of the update just run: the mean of ``aux`` over layers, micro-batches and DP ranks.
+    """Reduce ``train/moe_aux_loss`` of the last update: the mean over layers, micro-batches and DP ranks.
 
-    A collective, unless the loss is off; then there is no such metric.
+    It is a collective. Where the loss is off, it does nothing and there is no such metric.
 
     Args:
         config: the model's ``TransformerConfig``.
-        num_micro_batches: of each DP rank.
-        device: of the reduction.
+        num_micro_batches: number of micro-batches of each DP rank.
+        device: device of the reduction.
     """
     if not config.moe_aux_loss_coeff:
         return {}
@@ -100,7 +99,7 @@ def aux_loss_metrics(config: Any, num_micro_batches: int, device: torch.device) 
     recorded = get_moe_metrics_tracker().metrics.get(_NAME)
     if recorded is not None:  # a pipeline stage may have no MoE layer
         total += recorded.values.double().sum()
-    # TP, CP and DP ranks recorded their tokens' part, pipeline stages their own layers.
+    # TP, CP and DP ranks recorded the part of their tokens, pipeline stages their own layers.
     dist.all_reduce(total)
     every = config.moe_layer_freq
     layers = sum(every) if isinstance(every, list) else config.num_layers

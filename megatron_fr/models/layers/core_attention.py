@@ -1,7 +1,6 @@
-"""Causal core attention for Megatron-Core's local layers: packed sequences and context parallelism, also on a CPU.
+"""Causal core attention for Megatron-Core's local layers, with packed sequences and context parallelism.
 
-Megatron-Core's own local attention refuses both; on GPUs Transformer Engine's does both. This one takes the same calls,
-so the rest of the trainer does not know which of them runs.
+Megatron-Core's own local attention refuses both, so on CPUs this one takes the place of Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ from megatron_fr.models.layers.zigzag import zigzag_positions
 
 
 class CoreAttention(torch.nn.Module):
-    """Built and called like Megatron-Core's ``DotProductAttention``, for causal self-attention without dropout.
+    """Causal self-attention without dropout, built and called like Megatron-Core's ``DotProductAttention``.
 
-    Under context parallelism the queries of a rank meet the keys and values of all ranks: those are gathered in zig-zag
-    order, and their gradients are summed and scattered the same way.
+    Under context parallelism every rank gathers all keys and values, and their gradients are scattered back.
     """
 
     def __init__(
@@ -57,8 +55,8 @@ class CoreAttention(torch.nn.Module):
         Args:
             query: ``[s, b, heads, d]``, or packed ``[t, heads, d]``; this rank's tokens in zig-zag order.
             key, value: the same with KV heads.
-            attention_mask: None: rows are padded at their ends, which no real token sees.
-            packed_seq_params: with ``cu_seqlens_q`` of the whole sequences, over all context-parallel ranks.
+            attention_mask: must be None; padding stands at the end of rows, where no real token sees it.
+            packed_seq_params: ``cu_seqlens_q`` of the whole sequences, over all context-parallel ranks.
 
         Returns:
             ``[s, b, heads x d]``, or packed ``[t, heads, d]``.
@@ -79,7 +77,7 @@ class CoreAttention(torch.nn.Module):
     def _attend_packed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: list[int]
     ) -> torch.Tensor:
-        """The block-diagonal part of the scores only: one sequence at a time."""
+        """Attend within each sequence, one at a time."""
         size, parts = self._context.size(), []
         keys, values = (t.view(size, -1, *t.shape[1:]) for t in (key, value))
         for start, stop in pairwise(bounds):
@@ -89,7 +87,7 @@ class CoreAttention(torch.nn.Module):
         return torch.cat(parts)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, length: int) -> torch.Tensor:
-        """One rectangle: ``[s, b, heads, d]`` against ``[length, b, KV heads, d]``."""
+        """Attend with queries ``[s, b, heads, d]`` to keys ``[length, b, KV heads, d]``."""
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         mask = self._mask(length, query.device)
         out = scaled_dot_product_attention(
@@ -98,7 +96,7 @@ class CoreAttention(torch.nn.Module):
         return out.permute(2, 0, 1, 3)
 
     def _mask(self, length: int, device: torch.device) -> torch.Tensor | None:
-        """bool ``[length / CP, length]``: keys that each of this rank's queries sees; None for plain causality."""
+        """Keys that each query of this rank sees, bool ``[length / CP, length]``; None without context parallelism."""
         size = self._context.size()
         if size == 1:
             return None

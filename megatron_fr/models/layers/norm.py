@@ -8,13 +8,13 @@ import torch
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, also under sequence parallelism.
+    """torch's RMSNorm, also under sequence parallelism, which Megatron-Core's own wrapper refuses.
 
-    Megatron-Core's wrapper of it refuses sequence parallelism, because each TP rank then sees only its part of the
-    sequence. The gradient must be summed over TP ranks; the tag on the weight makes Megatron-Core do that.
+    Each TP rank sees only its part of the sequence. The tag on the weight makes Megatron-Core sum its gradient.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         del unused
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+        weight: Any = self.weight
+        weight.sequence_parallel = config.sequence_parallel

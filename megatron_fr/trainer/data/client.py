@@ -60,7 +60,8 @@ class RolloutClient:
 
     def status(self) -> dict[str, Any]:
         """Counters, version and the engines' addresses."""
-        return self._call("GET", "/status").json()
+        status: dict[str, Any] = self._call("GET", "/status").json()
+        return status
 
     def start(self, version: int) -> None:
         """The engines hold ``version``: rollouts of a restored run may begin (others run already).
@@ -100,7 +101,9 @@ class RolloutClient:
 
     def evaluate(self, name: str, *, timeout_s: float = 3600.0) -> dict[str, float]:
         """Run the held-out evaluation and wait for it."""
-        return self._call("POST", "/evaluate", {"name": name}, timeout_s=timeout_s).json()["metrics"]
+        answer = self._call("POST", "/evaluate", {"name": name}, timeout_s=timeout_s).json()
+        metrics: dict[str, float] = answer["metrics"]
+        return metrics
 
     def probe(self, engine: str, *, max_tokens: int, timeout_s: float) -> Trajectory:
         """A fresh trajectory that ``engine`` generates with the weights it holds now.
@@ -155,6 +158,7 @@ class RolloutClient:
 
 def _reason(response: httpx.Response) -> str | None:
     try:
-        return response.json().get("error")
+        reason: str | None = response.json().get("error")
+        return reason
     except ValueError:
         return None

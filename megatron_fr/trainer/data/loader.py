@@ -15,10 +15,10 @@ from megatron_fr.algorithm import RewardBatch
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import MegatronFRError, RolloutEnded
 from megatron_fr.runtime.collectives import from_rank_zero, from_source
-from megatron_fr.trainer.data.batch import BatchLayout, MicroBatch, RouteShape, build_micro_batch
+from megatron_fr.trainer.data.batch import MicroBatch, build_micro_batch
 from megatron_fr.trainer.data.client import Lease, LeasedItem, RolloutClient
 from megatron_fr.trainer.data.packing import assign_to_ranks, plan_micro_batches
-from megatron_fr.trainer.objective import BatchConstants, Objective
+from megatron_fr.trainer.objective import BatchConstants
 from megatron_fr.trainer.policy import Policy
 from megatron_fr.trainer.stop import Shutdown
 from megatron_fr.trajectory import Trajectory
@@ -40,59 +40,27 @@ class BatchLoader:
     """One per rank.
 
     Args:
-        client: of the rollout service.
-        micro_batch_size: trajectories a forward, where ``max_tokens`` is None.
-        max_tokens: tokens a forward, or None.
-        micro_batch_multiple: what their number must be a multiple of.
-        route_shape: of the routes to replay, None without replay.
-        layout: how this rank sees a micro-batch.
+        device: where micro-batches are put.
         should_stop: asked on rank 0 while a batch is waited for.
     """
 
     def __init__(
         self,
-        client: RolloutClient,
-        objective: Objective,
-        *,
-        micro_batch_size: int,
-        max_tokens: int | None,
-        micro_batch_multiple: int,
-        route_shape: RouteShape | None,
-        layout: BatchLayout,
-        device: torch.device,
-        should_stop: Callable[[], bool],
-    ) -> None:
-        self._client = client
-        self._should_stop = should_stop
-        self._objective = objective
-        self._plan: dict[str, Any] = {
-            "micro_batch_size": micro_batch_size,
-            "max_tokens": max_tokens,
-            "multiple_of": micro_batch_multiple,
-        }
-        self._build: dict[str, Any] = {"route_shape": route_shape, "layout": layout, "device": device}
-
-    @classmethod
-    def of(
-        cls,
         config: RunConfig,
         policy: Policy,
         client: RolloutClient,
         device: torch.device,
         should_stop: Callable[[], bool] = lambda: False,
-    ) -> BatchLoader:
-        """The loader of one policy, as the run's configuration says."""
-        return cls(
-            client,
-            policy.objective,
-            micro_batch_size=config.train.micro_batch_size,
-            max_tokens=config.train.max_tokens_per_micro_batch,
-            micro_batch_multiple=config.parallel.pp if config.parallel.vpp > 1 else 1,
-            route_shape=policy.route_shape,
-            layout=policy.layout,
-            device=device,
-            should_stop=should_stop,
-        )
+    ) -> None:
+        self._client = client
+        self._should_stop = should_stop
+        self._objective = policy.objective
+        self._plan: dict[str, Any] = {
+            "micro_batch_size": config.train.micro_batch_size,
+            "max_tokens": config.train.max_tokens_per_micro_batch,
+            "multiple_of": config.parallel.pp if config.parallel.vpp > 1 else 1,
+        }
+        self._build: dict[str, Any] = {"route_shape": policy.route_shape, "layout": policy.layout, "device": device}
 
     def start(self, version: int) -> None:
         """Tell the service that the engines hold ``version``, so that rollouts begin.

@@ -1,0 +1,1 @@
+"""Offline tools for model folders: conversion, inspection, quantisation."""

@@ -1,0 +1,200 @@
+"""Whole parameters out of a Megatron torch_dist checkpoint, whatever layout wrote it; no process group.
+
+A checkpoint has tensors of the whole model's size under keys, stored in the pieces that the ranks held. A layer's
+parameter has either a key of its own (``decoder.layers.3.self_attention.linear_qkv.weight``) or a row in a tensor of
+all layers (``decoder.layers.self_attention.linear_qkv.weight``, Megatron's naming of uniform layers). Experts are rows
+of one tensor (``...mlp.experts.experts.linear_fc1.weight``).
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterator
+from itertools import groupby
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron_fr.errors import ModelError
+from megatron_fr.hf.export import shard_shape
+from megatron_fr.models.spec import MappedParameter, ModelSpec
+
+METADATA_NAME = ".metadata"
+_LAYER = re.compile(r"^decoder\.layers\.\d+\.")
+_EXPERT = re.compile(r"\.experts\.local_experts\.\d+\.")
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The torch_dist folder at ``path``, or the only one below it, not counting hidden folders (unfinished writes).
+
+    Raises:
+        ModelError: there is none, or more than one.
+    """
+    path = Path(path)
+    found = [path]
+    if not (path / METADATA_NAME).is_file():
+        below = sorted(file.parent for file in path.rglob(METADATA_NAME))
+        found = [folder for folder in below if not any(p.startswith(".") for p in folder.relative_to(path).parts)]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise ModelError(f"{path} holds no Megatron checkpoint: no {METADATA_NAME} in it; was it saved to the end?")
+    raise ModelError(f"{path} holds {len(found)} checkpoints; choose one, such as {found[-1]}")
+
+
+class StoredTensors:
+    """The tensors of a checkpoint by key; nothing is read until it is asked for.
+
+    Attributes:
+        tensors: key to whole shape, dtype and pieces.
+
+    Raises:
+        ModelError: its ``.metadata`` is damaged, or a file that it names is missing or shorter than it says.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            with (folder / METADATA_NAME).open("rb") as file:
+                metadata = _Unpickler(file).load()
+            self._files: dict[MetadataIndex, Any] = metadata.storage_data
+            found = metadata.state_dict_metadata.items()
+            self.tensors = {key: entry for key, entry in found if isinstance(entry, TensorStorageMetadata)}
+        except Exception as error:  # unpickling damaged bytes raises whatever it meets
+            raise ModelError(f"{folder / METADATA_NAME} is damaged: {error}; use another checkpoint") from error
+        self._reader = FileSystemReader(folder)
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        for index, info in self._files.items():
+            path = folder / info.relative_path
+            if not path.is_file():
+                raise ModelError(f"{path} is missing; it holds {index.fqn!r} among others; use another checkpoint")
+            if path.stat().st_size < info.offset + info.length:
+                raise ModelError(
+                    f"{path} is cut off: tensor {index.fqn!r} should end at byte {info.offset + info.length}"
+                )
+
+    def read(self, key: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        """The block of a tensor that begins at ``start``, which may leave out its last axes.
+
+        Raises:
+            ModelError: the shapes do not fit, or pieces are missing or damaged; names the file and the tensor.
+        """
+        entry = self.tensors[key]
+        start = (*start, *[0] * (len(shape) - len(start)))
+        if len(shape) != len(entry.size) or any(
+            a + n > size for a, n, size in zip(start, shape, entry.size, strict=True)
+        ):
+            raise ModelError(
+                f"{self.folder}: tensor {key!r} has shape {tuple(entry.size)}, config.json implies {shape}"
+            )
+        block = torch.empty(shape, dtype=entry.properties.dtype)
+        wanted = ChunkStorageMetadata(offsets=torch.Size(start), sizes=torch.Size(shape))
+        items = create_read_items_for_chunk_list(key, entry, [wanted])
+        if sum(prod(item.lengths) for item in items) != block.numel():
+            raise ModelError(f"{self.folder}: pieces of tensor {key!r} are missing; use another checkpoint")
+        for item in items:
+            try:
+                self._reader.read_data(LoadPlan([item]), _Into(block)).wait()
+            except Exception as error:  # on damaged bytes zip, pickle and torch raise a dozen kinds
+                file = self.folder / self._files[item.storage_index].relative_path
+                reason = " ".join(str(error).split())[:200]
+                raise ModelError(f"{file}: tensor {key!r} cannot be read: {reason}; use another checkpoint") from error
+        return block
+
+
+class _Into(DefaultLoadPlanner):
+    def __init__(self, block: torch.Tensor) -> None:
+        super().__init__()
+        self._block = block
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._block
+
+
+_TORCH = "torch.distributed.checkpoint."
+#: What the metadata of a checkpoint consists of.
+_KNOWN = {
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"Path", "PosixPath"},
+    f"{_TORCH}metadata": {"Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"}
+    | {"TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"},
+    f"{_TORCH}filesystem": {"_StorageInfo"},
+    f"{_TORCH}planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Loads a checkpoint's metadata and calls nothing else: a pickle may name any function of any module."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _KNOWN.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+        return super().find_class(module, name)
+
+
+def read_parameters(stored: StoredTensors, model: ModelSpec) -> Iterator[tuple[MappedParameter, torch.Tensor]]:
+    """Every parameter of the model as TP size 1 has it, its vocabulary not padded, in their order.
+
+    One layer's experts are in memory at a time; an expert's parameter is a view of them.
+
+    Raises:
+        ModelError: see :meth:`StoredTensors.read`; or the checkpoint lacks a parameter.
+    """
+    for _, layer in groupby(model.parameters(), key=lambda entry: entry.layer):
+        experts: dict[str, torch.Tensor] = {}
+        for entry in layer:
+            key, lead = locate(stored, entry)
+            shape = shard_shape(entry.mapping, model, 1)
+            ones = (1,) * len(lead)
+            if entry.expert is None:
+                yield entry, stored.read(key, lead, (*ones, *shape)).reshape(shape)
+                continue
+            if key not in experts:
+                experts[key] = stored.read(key, lead, (*ones, model.experts, *shape)).reshape(model.experts, *shape)
+            yield entry, experts[key][entry.expert]
+
+
+def locate(stored: StoredTensors, entry: MappedParameter) -> tuple[str, tuple[int, ...]]:
+    """Key of a parameter, and its layer's index where all layers share the key.
+
+    Raises:
+        ModelError: the checkpoint has no tensor for it.
+    """
+    for name in _spellings(entry.param):
+        key = _EXPERT.sub(".experts.experts.", name)
+        if key in stored.tensors:
+            return key, ()
+        if entry.layer is not None and (key := _LAYER.sub("decoder.layers.", key)) in stored.tensors:
+            return key, (entry.layer,)
+    raise ModelError(f"{stored.folder}: the checkpoint has no tensor for {entry.param!r}; is it of another model?")
+
+
+def _spellings(param: str) -> list[str]:
+    """Transformer Engine's layers keep a norm inside the linear layer that follows it, and name it so."""
+    fused = param.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
+    return [fused.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"), param]
+
+
+def check_complete(stored: StoredTensors, model: ModelSpec) -> None:
+    """Check that the checkpoint has every parameter of the model, and no weight besides.
+
+    Raises:
+        ModelError: names one that is missing or left over.
+    """
+    used = {locate(stored, entry)[0] for entry in model.parameters()}
+    if model.tie:
+        used.add("output_layer.weight")  # the last pipeline stage's copy of the embedding
+    weights = {key for key in stored.tensors if key.startswith(("decoder.", "embedding.", "output_layer."))}
+    if left_over := sorted(weights - used):
+        raise ModelError(
+            f"{stored.folder}: nothing uses tensor {left_over[0]!r} ({len(left_over)} such tensors); "
+            "the checkpoint is of another model than config.json describes"
+        )
