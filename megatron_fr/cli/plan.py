@@ -1,16 +1,15 @@
-"""What a model needs on each GPU in each layout: ``megatron-fr plan``. Needs no GPU, and reads no weights.
+"""Memory of each GPU in each layout: ``megatron-fr plan``. It needs no GPU and reads no weights.
 
-Parameters are counted exactly, from the bridge's tables. Gradients are float32 buffers of the same size. AdamW keeps
-two float32 moments, and beside bfloat16 weights a float32 copy, sharded over data-parallel ranks by the distributed
-optimizer. Activations, the head and the batch are estimates, of full-length trajectories: :func:`activation_bytes`,
-:func:`head_bytes` and :func:`batch_bytes` say of what. A rank fits when nine tenths of its memory hold the sum, which
-leaves room for communication buffers and fragmentation.
+Parameters are counted exactly, from the weight tables. Gradients are float32 buffers. AdamW keeps two float32 moments,
+and a float32 copy of bfloat16 weights; the distributed optimizer shards them. Activations, head and batch are estimates
+for full-length trajectories. A rank fits when the sum takes at most nine tenths of its memory.
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from pydantic import ValidationError
@@ -35,20 +34,10 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Of the most loaded rank; parameters as counts, everything else in bytes.
-
-    Attributes:
-        weights: in the model's dtype.
-        gradients: DDP's buffer, float32.
-        optimizer: this rank's share of Adam's moments and of the float32 copy.
-        activations: :func:`activation_bytes`.
-        head: :func:`head_bytes`; 0 on all pipeline stages but the last.
-        batch: :func:`batch_bytes`.
-    """
+    """The most loaded rank of a layout: numbers of parameters, and bytes of everything else."""
 
     parallel: ParallelConfig
-    dense_parameters: int
-    expert_parameters: int
+    parameters: int
     weights: int
     gradients: int
     optimizer: int
@@ -57,13 +46,18 @@ class RankMemory:
     batch: int
 
     @property
+    def parts(self) -> tuple[int, ...]:
+        """Bytes in the order of the table's columns."""
+        return (self.weights, self.gradients, self.optimizer, self.activations, self.head, self.batch)
+
+    @property
     def total(self) -> int:
-        """Bytes."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.head + self.batch
+        """Bytes of everything."""
+        return sum(self.parts)
 
 
 def count_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
-    """Parameters of a rank of pipeline stage ``stage``: ``(all but experts, experts)``, vocabulary padding included."""
+    """Count the parameters of a rank of a pipeline stage, with vocabulary padding: ``(all but experts, experts)``."""
 
     def size(mapping: WeightMapping) -> int:
         ranks = parallel.etp if mapping.per_expert else parallel.tp
@@ -79,43 +73,36 @@ def count_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> t
         kinds[moe] = sum(size(mapping) for mapping in weights if not mapping.per_expert), experts
     layers = [kinds[layer in spec.moe_layers] for layer in stage_layers(spec, parallel, stage)]
     dense, experts = sum(layer[0] for layer in layers), sum(layer[1] for layer in layers)
-
     first, last = stage == 0, stage == parallel.pp - 1
-    if first:
+    if first or (last and spec.tie):  # the last stage has a copy of a tied embedding
         dense += size(EMBEDDING)
     if last:
-        dense += size(FINAL_NORM)
-        if not spec.tie:
-            dense += size(HEAD)
-        elif not first:  # a copy of the embedding that is the head, too
-            dense += size(EMBEDDING)
+        dense += size(FINAL_NORM) + (0 if spec.tie else size(HEAD))
     return dense, experts
 
 
 def stage_layers(sizes: Sizes, parallel: ParallelConfig, stage: int) -> list[int]:
-    """The layers, from 0, of pipeline stage ``stage``: stages take turns, once for each virtual one."""
+    """Layers, from 0, of a pipeline stage; with virtual stages the stages take turns."""
     each = sizes.layers // (parallel.pp * parallel.vpp)
     return [layer for layer in range(sizes.layers) if layer // each % parallel.pp == stage]
 
 
 def rank_memory(spec: ModelSpec, config: RunConfig, parallel: ParallelConfig) -> RankMemory:
-    """The memory of the most loaded rank in one layout."""
+    """Compute the memory of the most loaded rank in one layout."""
     width = _DTYPE_BYTES[config.model.dtype]
     state = 12 if config.model.dtype == "bfloat16" else 8
-    shard = parallel.dp * parallel.cp if parallel.distributed_optimizer else 1
-    expert_data = parallel.world_size // (parallel.ep * parallel.etp * parallel.pp)
-    expert_shard = expert_data if parallel.distributed_optimizer else 1
+    shards = parallel.dp * parallel.cp, parallel.world_size // (parallel.ep * parallel.etp * parallel.pp)
+    dense_shard, expert_shard = shards if parallel.distributed_optimizer else (1, 1)
     stages = []
     for stage in range(parallel.pp):
         dense, experts = count_parameters(spec, parallel, stage)
         stages.append(
             RankMemory(
-                parallel=parallel,
-                dense_parameters=dense,
-                expert_parameters=experts,
+                parallel,
+                parameters=dense + experts,
                 weights=(dense + experts) * width,
                 gradients=(dense + experts) * 4,
-                optimizer=-(-dense // shard) * state + -(-experts // expert_shard) * state,
+                optimizer=-(-dense // dense_shard) * state + -(-experts // expert_shard) * state,
                 activations=activation_bytes(spec, config, parallel, stage),
                 head=head_bytes(spec, config, parallel) if stage == parallel.pp - 1 else 0,
                 batch=batch_bytes(spec, config, parallel, stage),
@@ -125,19 +112,17 @@ def rank_memory(spec: ModelSpec, config: RunConfig, parallel: ParallelConfig) ->
 
 
 def activation_bytes(spec: ModelSpec, config: RunConfig, parallel: ParallelConfig, stage: int) -> int:
-    """What the layers of pipeline stage ``stage`` keep for their backward, in bytes.
+    """Bytes that the layers of a pipeline stage keep for their backward.
 
-    A layer keeps, in the model's dtype, for each token of a micro-batch: the output of the projection to queries, keys
-    and values, rotated queries and keys, the attention's output, and the queries once more where they are normalised;
-    four tensors of the hidden size (two norms' inputs and outputs); gate, up and their product of a dense MLP, or for
-    each of the ``top_k`` experts the token's copy and these three. Experts are taken to get equally many tokens; where
-    they are split over ``expert_tensor`` ranks, each of these gets the tokens of all. Flash attention keeps no scores.
-    TP divides what lies between its pairs of matrices; sequence parallelism divides the rest, too. One layer at a time
-    is in its backward, which has the gradients of its MLP's product and output besides.
+    For each token a layer keeps, in the model's dtype: projected and rotated queries, keys and values, normalised
+    queries, the attention's output, inputs and outputs of two norms, and gate, up and product of its MLP. A MoE layer
+    keeps the token's copy and these three for each of ``top_k`` experts; experts get equally many tokens, and ETP ranks
+    all tokens of their group. TP divides what lies between its matrices, sequence parallelism the rest. One layer at a
+    time also has gradients of its MLP's product and output.
 
-    Of the micro-batches, stage ``s`` of ``PP`` has ``PP - s`` in flight under 1F1B; the interleaved schedule has
-    ``2 (PP - 1 - s) + (VPP - 1) PP + 1`` of one ``VPP``-th of the stage's layers; never more than there are. With
-    ``recompute=full`` those in flight keep only each layer's input, and one layer at a time is whole.
+    Stage ``s`` of ``PP`` has ``PP - s`` micro-batches in flight. The interleaved schedule has
+    ``2 (PP - 1 - s) + (VPP - 1) PP + 1`` of one ``VPP``-th of its layers. With ``recompute=full`` those in flight keep
+    only each layer's input, and one layer at a time is whole.
     """
     width = _DTYPE_BYTES[config.model.dtype]
     batches = _micro_batches(config, parallel)
@@ -153,10 +138,8 @@ def activation_bytes(spec: ModelSpec, config: RunConfig, parallel: ParallelConfi
     routed, routed_work = attention + copies + 3 * (inner + shared), inner + copies + shared
     work = max(dense_work if moe < each else 0, routed_work if moe else 0)
     virtual = parallel.vpp
-    chunks = parallel.pp - stage
-    if virtual > 1:
-        chunks = 2 * (parallel.pp - 1 - stage) + (virtual - 1) * parallel.pp + 1
-    in_flight = min(chunks, batches.number * virtual) / virtual
+    interleaved = 2 * (parallel.pp - 1 - stage) + (virtual - 1) * parallel.pp + 1
+    in_flight = min(interleaved if virtual > 1 else parallel.pp - stage, batches.number * virtual) / virtual
     if config.train.recompute == "full":
         one_layer = max(dense if moe < each else 0, routed if moe else 0)
         per_token = each * spec.hidden / sequence * in_flight + one_layer + work
@@ -166,19 +149,12 @@ def activation_bytes(spec: ModelSpec, config: RunConfig, parallel: ParallelConfi
 
 
 def head_bytes(spec: ModelSpec, config: RunConfig, parallel: ParallelConfig) -> int:
-    """What the head holds at its peak, in its backward, on a rank of the last pipeline stage; in bytes.
+    """Bytes that the head holds at its peak, in its backward, on a rank of the last pipeline stage.
 
-    Only action tokens go through the head, ``N`` of them: at most ``max_new_tokens`` of each trajectory, which in the
-    worst case is all tokens of a packed micro-batch; under CP the rank that holds most of them. With
-    ``W`` rows of the vocabulary here (padded vocabulary / TP), in the model's dtype:
-
-    - ``logprob_mode=keep``: logits ``[N, W]``; the backward writes their gradient over them;
-    - ``recompute``: logits of ``logprob_chunk_tokens`` tokens, a buffer that the backward uses in blocks of its size;
-    - in both the hidden states ``[N, H]`` and their gradient (float32 when recomputed), and the weight's gradient
-      ``[W, H]`` before it is added to the float32 buffer;
-    - a float32 scratch of at most 2^25 elements.
-
-    One micro-batch: the last stage runs a micro-batch's backward right after its forward.
+    ``N`` action tokens of one micro-batch go through the head, at most ``max_new_tokens`` of each trajectory. With
+    ``W`` rows of the padded vocabulary on this rank, it holds logits ``[N, W]`` (of ``logprob_chunk_tokens`` tokens
+    with ``recompute``), the hidden states and their gradient (float32 with ``recompute``), the weight's gradient, and
+    a float32 scratch.
     """
     width = _DTYPE_BYTES[config.model.dtype]
     batches = _micro_batches(config, parallel)
@@ -191,10 +167,10 @@ def head_bytes(spec: ModelSpec, config: RunConfig, parallel: ParallelConfig) -> 
 
 
 def batch_bytes(spec: ModelSpec, config: RunConfig, parallel: ParallelConfig, stage: int) -> int:
-    """An update's trajectories on one rank of pipeline stage ``stage``, all of full length; in bytes.
+    """Bytes of an update's full-length trajectories on one rank of a pipeline stage.
 
-    They are on the device for the whole update: ids, targets and positions in int64, masks, log-probabilities and
-    versions, and for routing replay each token's experts in the stage's layers, a byte each up to 256 experts.
+    For each token: ids, targets and positions in int64, masks, log-probabilities and versions. Routing replay adds the
+    experts of the stage's layers, a byte each up to 256 experts.
     """
     tokens = _share(config, parallel) * config.rollout.max_context // parallel.cp
     token = 3 * 8 + 2 * 1 + 2 * 4
@@ -208,15 +184,8 @@ def batch_bytes(spec: ModelSpec, config: RunConfig, parallel: ParallelConfig, st
     return tokens * token + tokens // sequence * routes
 
 
-@dataclass(frozen=True)
-class _MicroBatches:
-    """Of one rank in an update of full-length trajectories.
-
-    Attributes:
-        number: of micro-batches, at most.
-        rows: trajectories in each, at most.
-        tokens: in each, at most; over all CP ranks.
-    """
+class _MicroBatches(NamedTuple):
+    """Largest number of micro-batches of a rank, and of trajectories and tokens (over all CP ranks) in one of them."""
 
     number: int
     rows: int
@@ -229,39 +198,31 @@ def _micro_batches(config: RunConfig, parallel: ParallelConfig) -> _MicroBatches
         config.train.max_tokens_per_micro_batch,
         _share(config, parallel),
     )
-    if packed is not None:
-        # Each holds at least one trajectory, of any length.
+    if packed is not None:  # each holds at least one trajectory, of any length
         return _MicroBatches(share, share, min(max(longest, packed), share * longest))
-    parts = plan_micro_batches(
-        [[longest] * share],
-        0,
-        micro_batch_size=config.train.micro_batch_size,
-        max_tokens=None,
-        multiple_of=parallel.pp if parallel.vpp > 1 else 1,
-    )
-    rows = max(len(part) for part in parts)
-    return _MicroBatches(len(parts), rows, rows * longest)
+    size, multiple = config.train.micro_batch_size, parallel.pp if parallel.vpp > 1 else 1
+    groups = plan_micro_batches([[longest] * share], 0, micro_batch_size=size, max_tokens=None, multiple_of=multiple)
+    rows = max(map(len, groups))
+    return _MicroBatches(len(groups), rows, rows * longest)
 
 
 def _share(config: RunConfig, parallel: ParallelConfig) -> int:
-    """Trajectories of one data-parallel rank, at most."""
+    """Largest number of trajectories on one data-parallel rank."""
     return -(-config.train.batch_size // parallel.dp)
 
 
 def legal_layouts(spec: ModelSpec, config: RunConfig, world_size: int) -> list[ParallelConfig]:
-    """Every TP, EP, PP and CP in which the trainer would run on ``world_size`` ranks; the rest of ``parallel`` stays.
+    """List every TP, EP, PP and CP that the trainer accepts on ``world_size`` ranks; other fields stay as they are.
 
     Raises:
-        ConfigError: there is none; says why not the plainest.
+        ConfigError: there is no such layout; the message says why the layout without parallelism is refused.
     """
     sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
     found, refusals = [], []
-    for tensor, pipeline, context, expert in itertools.product(sizes, repeat=4):
-        changes = {"tp": tensor, "pp": pipeline, "cp": context, "ep": expert}
+    for tp, pp, cp, ep in itertools.product(sizes, repeat=4):
+        changes = {"world_size": world_size, "tp": tp, "pp": pp, "cp": cp, "ep": ep}
         try:
-            parallel = ParallelConfig.model_validate(
-                config.parallel.model_dump() | {"world_size": world_size} | changes
-            )
+            parallel = ParallelConfig.model_validate(config.parallel.model_dump() | changes)
             check_layout(spec, parallel)
             RunConfig.model_validate(dict(config) | {"parallel": parallel})
         except ValidationError as error:
@@ -277,14 +238,14 @@ def legal_layouts(spec: ModelSpec, config: RunConfig, world_size: int) -> list[P
 
 
 def render(config: RunConfig, gpus: int | None, gpu_memory_gb: float) -> str:
-    """The table of ``megatron-fr plan``.
+    """Make the table of ``megatron-fr plan``.
 
     Args:
-        gpus: of the trainer, for which every legal layout is listed; None: the configuration's own layout only.
-        gpu_memory_gb: of one GPU, 10^9 bytes.
+        gpus: trainer GPUs, for which every legal layout is listed; None lists only the configuration's own.
+        gpu_memory_gb: memory of one GPU in 10^9 bytes.
 
     Raises:
-        ConfigError: the trainer would refuse the layout, or there is no legal one.
+        ConfigError: the trainer refuses the layout, or no layout is legal.
         ModelError: the model folder cannot be read, or the trainer cannot build the model.
     """
     spec = read_spec(config.model.path)
@@ -317,19 +278,8 @@ def render(config: RunConfig, gpus: int | None, gpu_memory_gb: float) -> str:
     found = sorted((rank_memory(spec, config, layout) for layout in layouts), key=lambda memory: memory.total)
     for memory in found:
         p = memory.parallel
-        parts = (
-            memory.weights,
-            memory.gradients,
-            memory.optimizer,
-            memory.activations,
-            memory.head,
-            memory.batch,
-            memory.total,
-        )
-        gb = [f"{part / 1e9:.2f}" for part in parts]
-        lines.append(
-            f"{p.tp:4}{p.ep:4}{p.pp:4}{p.cp:4}{p.dp:4}"
-            f"{memory.dense_parameters + memory.expert_parameters:16,}{gb[0]:>10}{gb[1]:>11}{gb[2]:>11}{gb[3]:>13}"
-            f"{gb[4]:>8}{gb[5]:>8}{gb[6]:>8}  {'yes' if memory.total <= usable else 'no'}"
-        )
+        columns = zip((*memory.parts, memory.total), (10, 11, 11, 13, 8, 8, 8), strict=True)
+        gb = "".join(f"{part / 1e9:{width}.2f}" for part, width in columns)
+        fits = "yes" if memory.total <= usable else "no"
+        lines.append(f"{p.tp:4}{p.ep:4}{p.pp:4}{p.cp:4}{p.dp:4}{memory.parameters:16,}{gb}  {fits}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""From the results of one forward and backward, on every rank, to the update's metrics or its refusal."""
+"""Metrics of an update from the results of every rank, or its refusal."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def reduce_results(
     constants: BatchConstants,
     device: torch.device,
 ) -> dict[str, float]:
-    """Combine micro-batches and ranks; a collective.
+    """Combine micro-batches and ranks; it is a collective.
 
-    Only the last pipeline stage has results, TP ranks hold the same, and context ranks parts of the same rows.
+    Only the last pipeline stage has results. TP ranks hold equal ones, context ranks parts of the same rows.
 
     Args:
-        results: of each micro-batch, as the loss gave them.
-        faults: what this rank met that is not finite.
-        live: log-probabilities of the live router, see :func:`replay_differences`; None where they are not compared.
-        routes: float64 ``[2]``, (token, layer) pairs whose live router agrees with the replay, and all of them.
+        results: results of the loss, one for each micro-batch.
+        faults: messages about values on this rank that are not finite.
+        live: log-probabilities of the live router, see :func:`replay_differences`; None without that comparison.
+        routes: float64 ``[2]``, (token, layer) pairs for which the live router agrees with the replay, and all pairs.
 
     Raises:
-        UpdateError: some rank has a fault; raised on every rank.
+        UpdateError: some rank has a fault; every rank raises it.
     """
     results = [result for result in results if "fault" not in result]
     counts = bool(results) and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -52,7 +52,7 @@ def reduce_results(
             extra = torch.stack([result["loss"], result["entropy_sum"]])
             sums += torch.cat([stats.sums(count_rows), extra]).to(device)
             maxima = torch.maximum(maxima, stats.maxima().to(device))
-    # Without sequence parallelism every TP rank routes the same tokens; the share is unchanged by the repetition.
+    # Without sequence parallelism every TP rank counts the same tokens, which leaves the share unchanged.
     parts = [sums, routes.to(device)]
     if live is not None:
         check = torch.zeros(2, dtype=torch.float64)
@@ -89,7 +89,7 @@ def reduce_own_statistics(results: Sequence[dict[str, Any]]) -> dict[str, float]
 
 
 def _first_fault(faults: Sequence[str]) -> str:
-    """The message of the lowest rank that has one, on every rank."""
+    """Message of the lowest rank that has one, gathered on every rank."""
     gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, list(faults))
     rank, message = next((rank, messages[0]) for rank, messages in enumerate(gathered) if messages)
@@ -99,10 +99,10 @@ def _first_fault(faults: Sequence[str]) -> str:
 def replay_differences(
     batches: Sequence[MicroBatch], live: Sequence[torch.Tensor], replayed: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Sums over this rank's action tokens of ``|live - behavior|`` and ``|replayed - live|``: float64 ``[2]``.
+    """Sum ``|live - behavior|`` and ``|replayed - live|`` over this rank's action tokens: float64 ``[2]``.
 
     Args:
-        live: float32 ``[r, c]`` a micro-batch, log-probabilities with the live router's experts.
+        live: float32 ``[r, c]`` for each micro-batch, log-probabilities with the live router's experts.
         replayed: the same with the engine's experts.
     """
     total = torch.zeros(2, dtype=torch.float64, device=batches[0].tokens.device)

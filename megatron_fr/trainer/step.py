@@ -1,9 +1,9 @@
 """One update: a single forward-backward over the batch through Megatron's schedule, then the optimizer.
 
-Scale of the loss. Megatron's schedule multiplies a micro-batch's loss by CP and divides it by the number of
-micro-batches; its DDP averages gradients over DP x CP. The objective wants the plain sum over micro-batches, DP and CP
-ranks, so the loss is multiplied by ``DP x micro-batches`` here, and nowhere else. The load-balancing loss of experts
-goes another way: see :mod:`megatron_fr.models.layers.aux_loss`.
+Scale of the loss: Megatron's schedule multiplies a micro-batch's loss by CP and divides it by the number of
+micro-batches; its DDP averages gradients over DP x CP. The objective is the plain sum over micro-batches, DP and CP
+ranks. So the loss is multiplied by ``DP x micro-batches`` here, and nowhere else. The load-balancing loss of experts
+has its own scale: see :mod:`megatron_fr.models.layers.aux_loss`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron_fr.trainer.routing_replay import RoutingReplay
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one update did; equal on every rank."""
+    """Result of one update, equal on every rank."""
 
     metrics: dict[str, float]
     forward_backward_s: float
@@ -42,12 +42,13 @@ class StepReport:
 
 @dataclass
 class TrainStep:
-    """The parts of an update, wired once.
+    """Takes updates.
 
     Attributes:
         chunks: the rank's DDP-wrapped model chunks.
-        head: makes the log-probabilities, on the last pipeline stage.
+        head: computes log-probabilities on the last pipeline stage.
         replay: routing replay, or None.
+        forwards: number of forwards of model chunks so far.
     """
 
     chunks: Sequence[DistributedDataParallel]
@@ -62,16 +63,15 @@ class TrainStep:
     def update(
         self, batches: Sequence[MicroBatch], constants: BatchConstants, *, check_replay: bool = False
     ) -> StepReport:
-        """Forward and backward over this rank's micro-batches, then one optimizer step.
+        """Run forward and backward over this rank's micro-batches, then one optimizer step.
 
         Every rank passes the same number of micro-batches.
 
         Args:
-            check_replay: where routes are replayed, run a forward with the live router first, to measure what replay
-                changes.
+            check_replay: run a forward with the live router first, where routes are replayed.
 
         Raises:
-            UpdateError: a log-probability, ratio or gradient of some rank is not finite. Raised on every rank, before
+            UpdateError: a log-probability, ratio or gradient of some rank is not finite. Every rank raises it before
                 weights and moments change.
         """
         started = time.monotonic()
@@ -100,7 +100,7 @@ class TrainStep:
         started = time.monotonic()
         self.schedule.step(1)
         if not metrics["trust_region/admitted_tokens"]:
-            # The objective's gradient is exactly zero, and Adam's momentum would move the weights on no evidence.
+            # The gradient is exactly zero, and Adam's momentum alone must not move the weights.
             return StepReport(metrics, forward_backward_s, 0.0, stepped=False)
         stepped, grad_norm, _zeros = self.optimizer.step()
         metrics["train/grad_norm"] = float(grad_norm or 0.0)
@@ -108,21 +108,21 @@ class TrainStep:
         return StepReport(metrics, forward_backward_s, time.monotonic() - started, bool(stepped))
 
     def skip(self) -> StepReport:
-        """Consume a batch without signal: the schedule goes on, weights and moments stay."""
+        """Consume a batch without signal: step the schedule, leave weights and moments."""
         self.schedule.step(1)
         return StepReport({}, 0.0, 0.0, stepped=False)
 
     @torch.no_grad()
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Log-probabilities float32 ``[r, c]`` of each micro-batch's targets; empty off the last pipeline stage."""
+        """Log-probabilities float32 ``[r, c]`` of each micro-batch's targets; empty before the last pipeline stage."""
         return [r["logprobs"] for r in self._run(batches, self._inference_loss, train=False)]
 
     @torch.no_grad()
     def _live_logprobs(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """As :meth:`logprobs`, of action tokens only (0 elsewhere), with the experts that the live router chooses."""
+        """Log-probabilities of action tokens (0 elsewhere) with the live router's experts."""
         results = self._run(batches, self._inference_loss, train=False, actions_only=True, live=True)
         if batches[0].tokens.is_cuda:
-            torch.cuda.synchronize()  # or its time would count as the training forward's
+            torch.cuda.synchronize()  # its time must not count as the training forward's
         return [r["logprobs"] for r in results]
 
     def _run(
@@ -134,12 +134,12 @@ class TrainStep:
         actions_only: bool = False,
         live: bool = False,
     ) -> list[dict[str, Any]]:
-        """Walk the schedule once; results of ``loss`` by micro-batch on the last pipeline stage, else none."""
+        """Run the schedule once; returns the results of ``loss`` on the last pipeline stage, one a micro-batch."""
         if self.replay is not None:
             self.replay.begin([None if live else b.routes for b in batches])
         for chunk in self.chunks:
             chunk.train(train)
-        # One iterator a chunk: an interleaved schedule walks the batch once for each.
+        # An interleaved schedule goes through the batch once for each chunk.
         iterators = [iter(batches) for _ in self.chunks]
         try:
             results: list[dict[str, Any]] = get_forward_backward_func()(
@@ -184,17 +184,11 @@ class TrainStep:
         try:
             loss, stats, own = self.objective.loss(batch, logprobs, entropy, constants)
         except (FloatingPointError, UpdateError) as error:
-            # The other ranks are in the middle of their schedules: finish with them, then fail together.
+            # The other ranks are inside their schedules: finish with them, then fail together.
             return logprobs.sum() * 0, {"fault": str(error)}
         entropy_sum = torch.where(batch.action_mask, entropy, 0).double().sum()
-        report = {
-            "loss": loss.detach().double(),
-            "entropy_sum": entropy_sum,
-            "stats": stats,
-            "own": own,
-            "logprobs": logprobs.detach(),
-        }
-        return loss * scale, report
+        report = {"loss": loss.detach().double(), "entropy_sum": entropy_sum, "stats": stats, "own": own}
+        return loss * scale, report | {"logprobs": logprobs.detach()}
 
     def _inference_loss(
         self, _batch: MicroBatch, output: tuple[torch.Tensor, torch.Tensor]
@@ -203,14 +197,10 @@ class TrainStep:
         return logprobs.new_zeros(()), {"logprobs": logprobs}
 
     def _faults(self, results: Sequence[dict[str, Any]]) -> list[str]:
-        """What this rank met that is not finite."""
-        if faults := [result["fault"] for result in results if "fault" in result]:
-            return faults
-        return (
-            [] if self._gradients_finite() else ["a gradient is not finite; check the weights, or lower optimizer.lr"]
-        )
-
-    def _gradients_finite(self) -> bool:
+        """Messages about values on this rank that are not finite."""
+        faults = [result["fault"] for result in results if "fault" in result]
         buffers = [b for chunk in self.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         # A sum keeps any NaN or infinity, and needs no mask of the buffer's size.
-        return all(bool(buffer.grad_data.sum().isfinite()) for buffer in buffers)
+        if not faults and not all(bool(buffer.grad_data.sum().isfinite()) for buffer in buffers):
+            return ["a gradient is not finite; check the weights, or lower optimizer.lr"]
+        return faults
