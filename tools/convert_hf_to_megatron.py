@@ -37,7 +37,7 @@ def main() -> int:
 
     from megatron_fr.convert.to_megatron import convert_hf_to_megatron
 
-    return report(lambda: convert_hf_to_megatron(**vars(arguments)), arguments.verify)
+    return report(lambda: convert_hf_to_megatron(**vars(arguments)), verified=arguments.verify)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile
 
 import numpy as np
 import torch
@@ -28,6 +26,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from megatron_fr.checkpoint.reader import CheckedReader
 from megatron_fr.checkpoint.state import Pieces, Trained, adam_step, local_pieces, set_adam_step
 from megatron_fr.errors import CheckpointError, ModelError
 from megatron_fr.runtime.collectives import from_rank_zero
@@ -99,11 +98,6 @@ def read(folder: Path, policy: Trained, extra: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: the folder does not hold this model's state, or all of it.
     """
-    if missing := sorted({"adam_step", "schedule_step", "layout"} - extra.keys()):
-        raise CheckpointError(
-            f"checkpoint {folder} is of an earlier version of this software: its record has no {missing[0]!r}; "
-            "convert it with tools/convert_megatron_to_hf.py and start from that model with checkpoint.resume=never"
-        )
     saved, now = extra["layout"], _layout()
     rng = _rng_key(dist.get_rank() if saved == now else 0, saved["world_size"])
     state: dict[str, Any] = dict(local_pieces(policy.chunks, policy.step.optimizer, to_save=False))
@@ -133,8 +127,15 @@ def read(folder: Path, policy: Trained, extra: Mapping[str, Any]) -> None:
 
 
 def save_weights(chunks: Sequence[torch.nn.Module], folder: str | Path) -> None:
-    """Write the weights of a live model, without optimizer, to the existing, empty ``folder``. A collective."""
-    _write(Path(folder), dict(local_pieces(chunks, to_save=True)), None)
+    """Write the weights of a live model, without optimizer, to the existing, empty ``folder``. A collective.
+
+    Raises:
+        CheckpointError: a rank could not write; every rank raises it.
+    """
+    try:
+        _write(Path(folder), dict(local_pieces(chunks, to_save=True)), None)
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"{folder} could not be written ({_root_cause(error)}); free space") from error
 
 
 @torch.no_grad()
@@ -164,17 +165,6 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 def _look_up(state: Mapping[str, Any], index: MetadataIndex) -> Any:
     value = state[index.fqn]
     return value.boxes[index.offset] if isinstance(value, Pieces) else value
-
-
-class _Reader(dcp.FileSystemReader):
-    """Compares what it reads with the sums that torch stores and does not look at itself."""
-
-    def _slice_file(self, file: Any, sinfo: Any) -> Any:
-        data = BytesIO(super()._slice_file(file, sinfo).read(-1))
-        if ZipFile(data).testzip() is not None:
-            raise CheckpointError(f"{sinfo.relative_path} has another content than was written")
-        data.seek(0)
-        return data
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -211,7 +201,7 @@ def _read(folder: Path, state: dict[str, Any]) -> str | None:
     try:
         dcp.load(
             state,
-            storage_reader=_Reader(folder),
+            storage_reader=CheckedReader(folder),
             planner=_LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             no_dist=True,
         )

@@ -48,36 +48,19 @@ Sharded = dict[str, Any]
 Shape = tuple[int, ...]
 
 
-class Stepped(Protocol):
-    """What takes optimizer steps."""
-
-    @property
-    def optimizer(self) -> Any:
-        """A ``MegatronOptimizer``."""
-
-    @property
-    def schedule(self) -> Any:
-        """An ``OptimizerParamScheduler``."""
-
-
 class Trained(Protocol):
-    """What a checkpoint saves of one rank; the trainer's ``Policy`` is one."""
+    """What a checkpoint saves of one rank; the trainer's ``Policy`` is one.
 
-    @property
-    def spec(self) -> ModelSpec:
-        """Of the model."""
+    Attributes:
+        source: the Hugging Face folder that the model came from.
+        chunks: the rank's Megatron-Core model chunks.
+        step: has their ``optimizer`` (``MegatronOptimizer``) and its ``schedule`` (``OptimizerParamScheduler``).
+    """
 
-    @property
-    def source(self) -> Path:
-        """The Hugging Face folder that the model came from."""
-
-    @property
-    def chunks(self) -> Sequence[torch.nn.Module]:
-        """The rank's Megatron-Core model chunks."""
-
-    @property
-    def step(self) -> Stepped:
-        """Their optimizer and schedule."""
+    spec: ModelSpec
+    source: Path
+    chunks: Sequence[torch.nn.Module]
+    step: Any
 
 
 class Pieces:

@@ -161,11 +161,10 @@ def check_fixed(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) 
     Raises:
         CheckpointError: names each field with both values.
     """
-    before = _flat(saved)
     changed = [
-        f"{name}: {before[name]!r} then, {value!r} now"
-        for name, value in _flat(now).items()
-        if name in before and before[name] != value
+        f"{name}: {saved[name]!r} then, {value!r} now"
+        for name, value in now.items()
+        if name in saved and saved[name] != value
     ]
     if changed:
         raise CheckpointError(
@@ -174,22 +173,12 @@ def check_fixed(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) 
         )
 
 
-def _flat(fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """One level of nesting less: ``model`` becomes ``model.hidden`` and so on."""
-    flat: dict[str, Any] = {}
-    for name, value in fixed.items():
-        flat |= {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, Mapping) else {name: value}
-    return flat
-
-
 def _fixed(config: RunConfig, policy: Trained) -> dict[str, Any]:
     """What must not change: the tensors' shapes and meaning, what the tokens are, and what the counters count."""
     tokenizer = policy.source / "tokenizer.json"
     return {
-        "model": {
-            **policy.spec.identity(),
-            "tokenizer.json": hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else None,
-        },
+        **{f"model.{name}": value for name, value in policy.spec.identity().items()},
+        "model.tokenizer.json": hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else None,
         "model.dtype": config.model.dtype,
         "algorithm.name": config.algorithm.name,
         "algorithm.group_size": config.algorithm.group_size,

@@ -17,16 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron_fr.checkpoint.reader import CheckedReader
 from megatron_fr.errors import ModelError
 from megatron_fr.hf.export import shard_shape
 from megatron_fr.models.spec import MappedParameter, ModelSpec
 
 METADATA_NAME = ".metadata"
+_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 _LAYER = re.compile(r"^decoder\.layers\.\d+\.")
 _EXPERT = re.compile(r"\.experts\.local_experts\.\d+\.")
 
@@ -69,7 +71,7 @@ class StoredTensors:
             self.tensors = {key: entry for key, entry in found if isinstance(entry, TensorStorageMetadata)}
         except Exception as error:  # unpickling damaged bytes raises whatever it meets
             raise ModelError(f"{folder / METADATA_NAME} is damaged: {error}; use another checkpoint") from error
-        self._reader = FileSystemReader(folder)
+        self._reader = CheckedReader(folder)
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         for index, info in self._files.items():
             path = folder / info.relative_path
@@ -80,22 +82,18 @@ class StoredTensors:
                     f"{path} is cut off: tensor {index.fqn!r} should end at byte {info.offset + info.length}"
                 )
 
-    def read(self, key: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """The block of a tensor that begins at ``start``, which may leave out its last axes.
+    def read(self, key: str, lead: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        """The part of a tensor at index ``lead`` of its first axes, without the rows that pad a vocabulary.
 
         Raises:
-            ModelError: the shapes do not fit, or pieces are missing or damaged; names the file and the tensor.
+            ModelError: it has not this ``shape``, or pieces are missing or damaged; names the file and the tensor.
         """
         entry = self.tensors[key]
-        start = (*start, *[0] * (len(shape) - len(start)))
-        if len(shape) != len(entry.size) or any(
-            a + n > size for a, n, size in zip(start, shape, entry.size, strict=True)
-        ):
-            raise ModelError(
-                f"{self.folder}: tensor {key!r} has shape {tuple(entry.size)}, config.json implies {shape}"
-            )
-        block = torch.empty(shape, dtype=entry.properties.dtype)
-        wanted = ChunkStorageMetadata(offsets=torch.Size(start), sizes=torch.Size(shape))
+        stored = tuple(entry.size)[len(lead) :]
+        if stored != shape and not (key in _PADDED and stored[0] > shape[0] and stored[1:] == shape[1:]):
+            raise ModelError(f"{self.folder}: tensor {key!r} has shape {stored}, config.json implies {shape}")
+        block = torch.empty((*[1] * len(lead), *shape), dtype=entry.properties.dtype)
+        wanted = ChunkStorageMetadata(offsets=torch.Size((*lead, *[0] * len(shape))), sizes=block.shape)
         items = create_read_items_for_chunk_list(key, entry, [wanted])
         if sum(prod(item.lengths) for item in items) != block.numel():
             raise ModelError(f"{self.folder}: pieces of tensor {key!r} are missing; use another checkpoint")
@@ -106,7 +104,7 @@ class StoredTensors:
                 file = self.folder / self._files[item.storage_index].relative_path
                 reason = " ".join(str(error).split())[:200]
                 raise ModelError(f"{file}: tensor {key!r} cannot be read: {reason}; use another checkpoint") from error
-        return block
+        return block.reshape(shape)
 
 
 class _Into(DefaultLoadPlanner):
@@ -153,12 +151,11 @@ def read_parameters(stored: StoredTensors, model: ModelSpec) -> Iterator[tuple[M
         for entry in layer:
             key, lead = locate(stored, entry)
             shape = shard_shape(entry.mapping, model, 1)
-            ones = (1,) * len(lead)
             if entry.expert is None:
-                yield entry, stored.read(key, lead, (*ones, *shape)).reshape(shape)
+                yield entry, stored.read(key, lead, shape)
                 continue
             if key not in experts:
-                experts[key] = stored.read(key, lead, (*ones, model.experts, *shape)).reshape(model.experts, *shape)
+                experts[key] = stored.read(key, lead, (model.experts, *shape))
             yield entry, experts[key][entry.expert]
 
 

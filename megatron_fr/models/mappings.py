@@ -42,6 +42,8 @@ class WeightMapping:
         hf: the Hugging Face names.
     """
 
+    #: Whether every TP rank holds the same, so that one shard is enough to gather.
+    replicated: ClassVar[bool] = False
     #: The dtype in Megatron-Core and in Hugging Face files; None: the model's.
     dtype: ClassVar[torch.dtype | None] = None
 
@@ -65,16 +67,12 @@ class WeightMapping:
         """The whole Hugging Face tensors from the parameter's shards in TP rank order; undoes :meth:`shard`."""
         raise NotImplementedError
 
-    @property
-    def replicated(self) -> bool:
-        """Whether every TP rank holds the same, so that one shard is enough to gather."""
-        return False
-
 
 @dataclass(frozen=True)
 class Copy(WeightMapping):
     """The same tensor on every rank: norms, the router."""
 
+    replicated: ClassVar[bool] = True
     shape: Shape
 
     def hf_shapes(self, sizes: Sizes) -> tuple[tuple[int, ...], ...]:
@@ -85,10 +83,6 @@ class Copy(WeightMapping):
 
     def gather(self, shards: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...]:
         return (shards[0],)
-
-    @property
-    def replicated(self) -> bool:
-        return True
 
 
 @dataclass(frozen=True)

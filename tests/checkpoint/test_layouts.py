@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import runpy
 import subprocess
 import sys
 from collections import Counter
+from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -292,9 +293,16 @@ def test_a_killed_saves_folder_goes_at_the_next_start_and_a_live_ones_stays(tmp_
     assert said == [f"removed {root / 'update-000008.tmp'}, which an earlier run left behind"]
 
 
-def test_a_checkpoint_of_an_earlier_version_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    from megatron_fr.checkpoint import io as checkpoint_io
+def test_a_range_of_a_flat_parameter_is_a_few_boxes_in_order() -> None:
+    from megatron_fr.checkpoint.state import split_range
 
-    policy: Any = None  # nothing of it is looked at
-    with pytest.raises(CheckpointError, match=r"000001 is of an earlier version .* no 'layout'; convert it with"):
-        checkpoint_io.read(tmp_path / "update-000001", policy, {"adam_step": 3, "schedule_step": 3})
+    for shape in ((7,), (4, 5), (3, 4, 5)):
+        elements = torch.arange(math.prod(shape)).view(shape)
+        for start, stop in combinations(range(elements.numel() + 1), 2):
+            boxes = list(split_range(shape, start, stop))
+            assert len(boxes) < 2 * len(shape)
+            found = [
+                elements[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))].flatten()
+                for offset, size in boxes
+            ]
+            assert torch.cat(found).tolist() == list(range(start, stop))

@@ -72,7 +72,7 @@ def set_header(folder: Path, value: object) -> None:
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
 
 
-SUPPORTED = "supported.*: Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM"
+SUPPORTED = "supported.*: .*Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM"
 INDEX = "model.safetensors.index.json"
 SHAPE = {"dtype": "F32", "shape": [2, "2"], "data_offsets": [0, 16]}
 
@@ -96,7 +96,7 @@ HF_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         rf"config\.json: model architecture \['Qwen9'\] has no mapping; {SUPPORTED}",
     ),
     "size of another type": (lambda f: set_config(f, num_hidden_layers="2"), r"config\.json .*'num_hidden_layers'"),
-    "size 0": (lambda f: set_config(f, num_attention_heads=0), r"config\.json: num_attention_heads is 0, expected 1"),
+    "size 0": (lambda f: set_config(f, num_attention_heads=0), r"config\.json: num_attention_heads is 0, expected"),
     "index no object": (lambda f: set_file(f / INDEX, []), r"index\.json is damaged"),
     "index of a list": (lambda f: set_file(f / INDEX, {"weight_map": ["a"]}), r"index\.json is damaged: weight_map is"),
     "header no object": (lambda f: set_header(f, 12345678), r"model\.safetensors is damaged or incomplete"),
@@ -113,6 +113,15 @@ def end_mark(folder: Path) -> None:
     file.write_bytes(data)
 
 
+def flip(folder: Path) -> None:
+    """Change a bit of the last rows of the head, which no check of sizes finds."""
+    row = load_file(folder.parent / "model" / "model.safetensors")["lm_head.weight"][-1].numpy().tobytes()
+    (file,) = [file for file in folder.glob("*.distcp") if row in file.read_bytes()]
+    data = bytearray(file.read_bytes())
+    data[data.index(row)] ^= 1
+    file.write_bytes(data)
+
+
 class Harmful:
     """A pickle that calls a function when it is loaded."""
 
@@ -123,6 +132,7 @@ class Harmful:
 MEGATRON_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (lambda f: truncate(f / "__1_0.distcp", 1000), r"__1_0\.distcp is cut off: tensor '.+'"),
     "missing shard": (lambda f: (f / "__1_0.distcp").unlink(), r"__1_0\.distcp is missing"),
+    "a changed bit": (flip, r"\.distcp: tensor 'output_layer\.weight' cannot be read: .*another content than was"),
     "damaged piece": (end_mark, r"__1_0\.distcp: tensor '.*' cannot be read: .*; use another checkpoint"),
     "wrong shape": (
         lambda f: set_config(f / "hf", moe_intermediate_size=64),
@@ -165,6 +175,7 @@ def test_a_damaged_model_folder_is_refused(pristine: tuple[Path, Path], tmp_path
 @pytest.mark.parametrize("damage", MEGATRON_DAMAGE)
 def test_a_damaged_checkpoint_is_refused(pristine: tuple[Path, Path], tmp_path: Path, damage: str) -> None:
     checkpoint = Path(shutil.copytree(pristine[1], tmp_path / "checkpoint"))
+    (tmp_path / "model").symlink_to(pristine[0])
     spoil, match = MEGATRON_DAMAGE[damage]
     spoil(checkpoint)
     check_refused(lambda target: convert_megatron_to_hf(checkpoint, target, overwrite=True), match, tmp_path)
@@ -238,6 +249,7 @@ def test_a_result_with_other_files_is_replaced_only_when_asked(
     assert not (out / "notes.txt").exists()
 
 
+@pytest.mark.slow
 def test_neither_conversion_replaces_what_it_reads_or_a_folder_of_other_things(
     pristine: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -293,6 +305,7 @@ def convert_on_small_disk(source: Path, checkpoint: Path, disk: SmallDisk) -> li
     return errors
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_error_and_leaves_the_target_as_it_was(
     pristine: tuple[Path, Path], small_disk: SmallDisk
 ) -> None:
@@ -301,8 +314,8 @@ def test_a_full_disk_is_one_error_and_leaves_the_target_as_it_was(
     shutil.copytree(pristine[1], disk / "megatron")
     before = snapshot(disk)
     (errors,) = run_ranks(convert_on_small_disk, 1, source=pristine[0], checkpoint=pristine[1], disk=small_disk)
-    for name, error in zip(("megatron", "hf"), errors, strict=True):
-        assert re.search(rf"disk/{name} could not be written: .*No space left on device", error[1]), error
+    for name, error in zip((r"\.megatron\.tmp", "hf"), errors, strict=True):
+        assert re.search(rf"disk/{name} could not be written.*No space left on device", error[1]), error
         assert "\n" not in error[1]
     assert snapshot(disk) == before
     convert_megatron_to_hf(pristine[1], disk / "hf", verify=True, overwrite=True)
@@ -323,6 +336,7 @@ def stop_half_way(kind: str, source: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["hf", "megatron"])
+@pytest.mark.slow
 def test_a_killed_conversion_leaves_no_result_and_the_next_one_cleans_up(
     pristine: tuple[Path, Path], tmp_path: Path, kind: str
 ) -> None:

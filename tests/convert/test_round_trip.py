@@ -22,6 +22,7 @@ from megatron_fr.tiny import make_untrained
 from tests.support.conversions import assert_equal_folders, convert_on_ranks, tensors
 from tests.support.parallel_launch import initialize_layout, run_ranks
 
+pytestmark = pytest.mark.slow
 FILE_BYTES = 20_000_000
 #: (model, sizes of the conversion on two ranks, layout that loads it and saves it again)
 CASES: list[tuple[str, dict[str, int], dict[str, int]]] = [
@@ -29,6 +30,7 @@ CASES: list[tuple[str, dict[str, int], dict[str, int]]] = [
     ("moe", {"ep": 2}, {"tp": 2, "etp": 2}),
     ("qwen2_tied", {"tp": 2}, {"pp": 2}),
     ("qwen3", {"pp": 2}, {"tp": 2}),
+    ("glm", {"tp": 2}, {"ep": 2}),
 ]
 
 
@@ -39,6 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "moe": make_untrained(root / "moe", vocab_size=515),
         "qwen2_tied": make_untrained(root / "qwen2_tied", family="qwen2", tie=True, vocab_size=515),
         "qwen3": make_untrained(root / "qwen3", family="qwen3", vocab_size=515),
+        "glm": make_untrained(root / "glm", family="glm4_moe", vocab_size=515),
     }
 
 
@@ -65,6 +68,7 @@ def alone(models: dict[str, Path], wide: Path, tmp_path_factory: pytest.TempPath
         "moe": {"hf_dir": models["moe"], "tp": 2, "ep": 4},
         "qwen2_tied": {"hf_dir": models["qwen2_tied"], "tp": 2},
         "qwen3": {"hf_dir": models["qwen3"], "pp": 2},
+        "glm": {"hf_dir": models["glm"], "ep": 2},
         "rounded": {"hf_dir": models["moe"], "dtype": "bfloat16"},
         "wide": {"hf_dir": wide},
     }
@@ -108,7 +112,6 @@ def load_and_save_again(jobs: list[tuple[Path, dict[str, Any], dict[str, int], P
     return answers
 
 
-@pytest.mark.slow
 def test_ranks_convert_another_layout_loads_it_and_what_megatron_saves_there_converts_back_bit_exactly(
     models: dict[str, Path], alone: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -126,8 +129,8 @@ def test_ranks_convert_another_layout_loads_it_and_what_megatron_saves_there_con
             assert_equal_folders(models[name], out)
             assert "Megatron torch_dist" in inspect_folder(checkpoint)
             assert "complete" in inspect_folder(out)
-    for name, folder in models.items():
-        assert_equal_folders(folder, convert_megatron_to_hf(alone[name], tmp_path / f"hf-{name}", verify=True))
+    for name in models.keys() & alone.keys():
+        assert_equal_folders(models[name], convert_megatron_to_hf(alone[name], tmp_path / f"hf-{name}", verify=True))
 
 
 def test_transformers_loads_what_comes_back_in_several_files_with_tokenizer(

@@ -42,12 +42,12 @@ class Renaming(BroadcastTransport):
 
 
 @pytest.fixture(scope="module")
-def http_transport(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def shared_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The example of docs/extending.md, as a module on the path."""
     text = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
     folder = tmp_path_factory.mktemp("extending")
-    example = text.split("```python\n# http_transport.py")[1].split("```")[0]
-    (folder / "http_transport.py").write_text(f"#{example}")
+    example = text.split("```python\n# shared_file.py")[1].split("```")[0]
+    (folder / "shared_file.py").write_text(f"#{example}")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         yield
@@ -55,7 +55,7 @@ def http_transport(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def publisher(
-    engine: Engine, limits: ModelLimits, models: list[Path], tmp_path: Path, http_transport: None
+    engine: Engine, limits: ModelLimits, models: list[Path], tmp_path: Path, shared_file: None
 ) -> Iterator[Publisher]:
     """Afterwards the engine holds the first model again."""
     made: list[WeightPublisher] = []
@@ -124,12 +124,14 @@ def probed(trajectory: Trajectory, model: Path) -> float:
     return float(difference.mean())
 
 
-@pytest.mark.parametrize("transport", ["broadcast", "disk", "http_transport:HttpTransport"])
+@pytest.mark.parametrize("transport", ["broadcast", "disk", "shared_file:SharedFile"])
 def test_an_engine_serves_the_new_model_and_no_old_prefix_is_read(
-    engine: Engine, limits: ModelLimits, models: list[Path], publisher: Publisher, transport: str
+    engine: Engine, limits: ModelLimits, models: list[Path], publisher: Publisher, tmp_path: Path, transport: str
 ) -> None:
     check(sample(engine, limits), limits, models[0])  # and its prompt's keys and values are in the prefix cache now
-    made = publisher(transport=transport)
+    (tmp_path / "there").symlink_to(tmp_path / "here")
+    args = {"trainer_folder": str(tmp_path / "here"), "engine_folder": str(tmp_path / "there")}
+    made = publisher(transport=transport, transport_args=args if ":" in transport else {})
     version = version_of(engine, limits) + 1
     first = made.publish(version, weights(models[1]), weights(models[1]))
     assert first.num_tensors == len(list(weights(models[1])))
@@ -146,8 +148,8 @@ def test_an_engine_serves_the_new_model_and_no_old_prefix_is_read(
     with pytest.raises(SyncError, match=message):
         made.publish(version + 2, list(weights(models[1]))[:-1])
     assert version_of(engine, limits) == version + 1
-    go_on(engine, limits, half_way=transport != "disk")
-    if transport == "disk":  # its engine has not begun to load
+    go_on(engine, limits, half_way=transport == "broadcast")
+    if transport != "broadcast":  # the engine has not begun to load
         check(sample(engine, limits, version + 1), limits, models[0])
 
 

@@ -298,7 +298,7 @@ def go_on(model: str, output: str) -> dict[str, Any]:
     record = json.loads((first / "run.json").read_text())
     del record["fixed"]["rollout.temperature"]
     for name in ("rope_theta", "norm_eps", "tie", "tokenizer.json"):
-        del record["fixed"]["model"][name]
+        del record["fixed"][f"model.{name}"]
     (first / "run.json").write_text(json.dumps(record))
     manifest = json.loads((first / "manifest.json").read_text())
     manifest["files"]["run.json"] = {"bytes": (first / "run.json").stat().st_size, "sha256": "whatever it was"}
