@@ -108,7 +108,7 @@ def main() -> None:
         generate(Path(name) / "tiny" / "hf", file_bytes, 2, 8, 512, 64)
         measure(Path(name) / "tiny" / "hf", 1, file_bytes)
         source = Path(name) / "model" / "hf"
-        size, layer = generate(source, file_bytes, 5, 8 if arguments.quick else 28, 32003, 1024)
+        size, layer = generate(source, file_bytes, 5, 8 if arguments.quick else 32, 8003, 1024)
         found = measure(source, 1 if arguments.quick else 3, file_bytes)
     for job, (seconds, grown) in found.items():
         print(f"{job:12} {seconds:6.2f} s, peak memory +{grown / 1e9:.3f} GB ({size / 1e9:.2f} GB of weights)")

@@ -15,8 +15,8 @@ class CheckedReader(FileSystemReader):
     """Compares what it reads with the sums that torch stores and does not look at itself."""
 
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
-        data = BytesIO(super()._slice_file(file, sinfo).read(-1))
-        if ZipFile(data).testzip() is not None:
+        piece = BytesIO(super()._slice_file(file, sinfo).read(-1))  # a zip file cannot be read through torch's view
+        if ZipFile(piece).testzip() is not None:
             raise CheckpointError(f"{sinfo.relative_path} has another content than was written")
-        data.seek(0)
-        return data
+        piece.seek(0)
+        return piece

@@ -153,7 +153,8 @@ def write_weights(
         for spec in members:
             name, tensor = next(tensors)
             assert (name, tuple(tensor.shape)) == (spec.name, spec.shape), name
-            shard[name] = tensor.to("cpu", spec.dtype).contiguous()
+            # A copy: a view of a layer's experts would keep all of them in memory.
+            shard[name] = tensor.to("cpu", spec.dtype, copy=True).contiguous()
         save_file(shard, folder / file, metadata={"format": "pt"})
     if len(files) > 1:
         total = sum(spec.num_bytes for spec in specs)

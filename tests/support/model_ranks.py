@@ -85,7 +85,7 @@ def check_models(
 
 def check_bfloat16(folder: Path, parallel: dict[str, Any]) -> float:
     """Mean error of next-token log-probabilities in bfloat16, against transformers in float32, over real tokens."""
-    from megatron_fr.hf.export import iter_hf_tensors
+    from megatron_fr.hf.export import hf_tensor_specs, iter_hf_tensors
     from megatron_fr.hf.folder import read_spec
     from megatron_fr.hf.load import load_hf_weights
     from megatron_fr.runtime.device import resolve_device
@@ -104,8 +104,9 @@ def check_bfloat16(folder: Path, parallel: dict[str, Any]) -> float:
     assert logits is not None
     assert logits.dtype == torch.bfloat16
     logprobs = gather_vocab(logits)[..., : spec.vocab].float().log_softmax(-1)
-    for _, tensor in iter_hf_tensors(chunks, spec):
-        assert tensor is None or tensor.dtype == torch.bfloat16
+    dtypes = {tensor.name: tensor.dtype for tensor in hf_tensor_specs(spec, torch.bfloat16)}
+    for name, tensor in iter_hf_tensors(chunks, spec):
+        assert tensor is None or tensor.dtype == dtypes[name]
     distributed.shutdown()
     return mean_next_token_error(logprobs, batch)
 

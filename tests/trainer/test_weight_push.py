@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from megatron_fr.config import RunConfig
@@ -142,6 +143,7 @@ def observe_probes(folder: Path) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.slow
 def test_later_probes_hold_up_nothing_and_end_the_run_on_every_rank(tmp_path: Path) -> None:
     folder = make_untrained(tmp_path / "qwen3", family="qwen3")
     answers = run_ranks(observe_probes, 2, folder=folder)
