@@ -78,6 +78,8 @@ class Trajectory:
         versions: int32 ``[N]``, the policy version that sampled the token; ``NO_VERSION`` elsewhere.
         routed_experts: uint8 or uint16 ``[N - 1, num_moe_layers, top_k]``, or None.
         reward: the scalar from which the advantage is computed.
+        metadata: of the prompt, JSON, without what is too large to travel along.
+        info: what the agent returned beside the conversation, bounded alike.
         route_error: why ``routed_experts`` is None although routes were asked for.
     """
 
@@ -97,6 +99,8 @@ class Trajectory:
     finish_reason: FinishReason = "stop"
     timings: Timings = field(default_factory=Timings)
     route_error: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from megatron_fr.config.load import RunConfig, load_config, save_config
 from megatron_fr.config.read_yaml import parse_yaml
-from megatron_fr.config.sections import FlashReinforceConfig, GRPOConfig
+from megatron_fr.config.sections import EvaluationSet, FlashReinforceConfig, GRPOConfig, OwnLossConfig
 from megatron_fr.errors import ConfigError
 
 MINIMAL = {
@@ -77,6 +77,14 @@ def test_a_typo_is_an_error_that_names_the_field_meant(load, override, remedy):
     [
         (["algorithm.advantage=group"], "algorithm.group_size=1: groups need advantage=group and group_size of 2"),
         (["algorithm.group_size=4"], "algorithm.advantage='batch_mean' with algorithm.group_size=4"),
+        (["algorithm.advantage=mean"], "algorithm.advantage='mean' is unknown; choose one of batch_mean, "),
+        (["reward.function=null"], "agent.kind='python_tool' returns no reward; set reward.function"),
+        (
+            ["data.eval=a.jsonl", "evaluation.sets.b.data=b.jsonl"],
+            "data.eval='a.jsonl' and evaluation.sets=b are both given; move data.eval into evaluation.sets",
+        ),
+        (["evaluation.sets={a/b: {data: x.jsonl}}"], "evaluation.sets: 'a/b' is no name"),
+        (["agent.chat_template_kwargs={tools: []}"], "agent.chat_template_kwargs sets tools"),
         (["algorithm=grpo", "train.batch_size=12"], "train.batch_size=12 is not a multiple of algorithm.group_size=8"),
         (["rollout.max_new_tokens=8192"], "leaves no room for a prompt in rollout.max_context=8192"),
         (["sync.probe_tokens=8192"], "leaves no room for a prompt in rollout.max_context=8192; lower the first"),
@@ -260,6 +268,29 @@ def test_grpo_is_chosen_by_its_name_alone_and_takes_its_own_fields(load):
     assert "'ppo'" in refusal(load, "algorithm=ppo")
 
 
+def test_a_loss_of_ones_own_is_chosen_by_naming_it_and_takes_no_setting_of_the_built_in_ones(load):
+    config = load("algorithm.loss=mine:loss", "algorithm.loss_args.clip=0.1", "algorithm.advantage=mine:advantage")
+    assert config.algorithm == OwnLossConfig(loss="mine:loss", loss_args={"clip": 0.1}, advantage="mine:advantage")
+    assert config.max_policy_lag == 4
+    assert "algorithm.delta=0.1: unknown field" in refusal(load, "algorithm.loss=mine:loss", "algorithm.delta=0.1")
+    assert load("algorithm.advantage=mine:advantage", "algorithm.group_size=2").algorithm.group_size == 2
+
+
+def test_an_agent_of_ones_own_may_return_the_reward(load):
+    assert load("agent.kind=mine:Agent", "reward.function=null").reward.function is None
+
+
+def test_evaluation_sets_take_what_they_leave_out_from_the_section(load):
+    simple = load("data.eval=a.jsonl", "data.eval_split=dev", "evaluation.samples=2").evaluation_sets
+    assert simple == {"": EvaluationSet(data="a.jsonl", split="dev", num_prompts=128, samples=2, temperature=1.0)}
+    sets = load("evaluation={temperature: 0.6, sets: {b: {data: b.jsonl, temperature: 0}, a: {data: a.jsonl}}}")
+    assert list(sets.evaluation_sets) == ["b", "a"]
+    assert [one.temperature for one in sets.evaluation_sets.values()] == [0, 0.6]
+    assert load().evaluation_sets == {}
+    text = refusal(load, "evaluation.sets.a={data: a.jsonl, sample: 3}")
+    assert "evaluation.sets.a.sample=3: unknown field; did you mean 'samples'?" in text
+
+
 def test_group_advantages_need_no_grpo(load):
     config = load("algorithm.advantage=group", "algorithm.group_size=4")
     assert config.algorithm.name == "flash_reinforce"
@@ -309,7 +340,7 @@ def test_every_field_has_its_line_of_documentation():
             if hasattr(field.annotation, "model_fields"):
                 yield from undocumented(field.annotation, f"{prefix}{name}.")
 
-    for model in (RunConfig, FlashReinforceConfig, GRPOConfig):
+    for model in (RunConfig, FlashReinforceConfig, GRPOConfig, OwnLossConfig, EvaluationSet):
         assert list(undocumented(model)) == []
 
 

@@ -89,7 +89,8 @@ def _table(model: type[BaseModel], prefix: str, *, only_values: bool = False) ->
         if models and only_values:
             continue
         if models:
-            nested += _section(f"{prefix}{name}", models[0])
+            named = ".NAME" if get_origin(field.annotation) is dict else ""
+            nested += _section(f"{prefix}{name}{named}", models[0])
             continue
         text = field.description or ("selects the algorithm" if name == "name" else "")
         lines.append(

@@ -19,6 +19,9 @@ _USER, _ASSISTANT, _TOOL = "userplaceholder", "assistantplaceholder", "toolplace
 class Chat:
     """Renders prompts and observations for one tokenizer and one set of tools.
 
+    Args:
+        template_kwargs: further variables of the chat template, in every rendering.
+
     Attributes:
         stop_token_ids: what ends a turn: the tokenizer's and the generation configuration's end tokens, and the
             token with which the template closes an assistant turn.
@@ -27,8 +30,14 @@ class Chat:
         ModelError: the tokenizer has no chat template, or one that cannot show tool responses or has no end of turn.
     """
 
-    def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._template_kwargs = dict(template_kwargs or {})
         self._tools = [dict(tool) for tool in tools]
         self._name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
         if not getattr(tokenizer, "chat_template", None):
@@ -100,6 +109,7 @@ class Chat:
                     tools=self._tools or None,
                     add_generation_prompt=generation_prompt,
                     tokenize=False,
+                    **self._template_kwargs,
                 )
             )
         except jinja2.TemplateError as error:

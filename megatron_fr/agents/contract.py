@@ -51,9 +51,18 @@ class TokenSession(Protocol):
         """
 
 
+#: A reward function's answer: a number, or named parts of which ``"reward"`` is the scalar to train on.
+Reward = float | Mapping[str, float]
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """How a trajectory went, as far as its agent knows."""
+    """How a trajectory went, as far as its agent knows.
+
+    Attributes:
+        reward: of an environment that scores itself; None leaves it to ``reward.function``, which else sees it.
+        info: free, JSON; reaches the reward function, the trajectory and the advantage function.
+    """
 
     messages: tuple[Mapping[str, Any], ...]  # the whole conversation, for people and rewards
     finish_reason: FinishReason
@@ -61,10 +70,15 @@ class Outcome:
     num_tool_calls: int = 0
     num_tool_errors: int = 0
     tools_s: float = 0.0
+    reward: Reward | None = None
+    info: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Agent(Protocol):
-    """Turns one prompt into one trajectory. Instances are shared by all runners, so they hold no per-prompt state."""
+    """Turns one prompt into one trajectory. Instances are shared by all runners, so they hold no per-prompt state.
+
+    A subclass takes ``(tokenizer, AgentConfig, **agent.args)``; it may leave :meth:`start` and :meth:`stop` out.
+    """
 
     async def start(self) -> None:
         """Start what the agent needs (sandboxes). Called once, before any rollout."""
@@ -78,14 +92,24 @@ class Agent(Protocol):
 
 @dataclass(frozen=True)
 class RewardInput:
-    """What a reward function is called with.
+    """What a reward function is called with, beside ``reward.args``; it returns a :data:`Reward`.
 
-    It returns a float, or a mapping of named parts of which ``"reward"`` is the scalar to train on.
+    Attributes:
+        final_text: the last assistant message.
+        token_ids: the whole trajectory, prompt and observations included.
+        num_action_tokens: how many of them the policy sampled.
+        reward: what the agent returned, or None.
+        info: what the agent returned.
     """
 
     prompt: Prompt
     messages: tuple[Mapping[str, Any], ...]
-    final_text: str  # the last assistant message
+    final_text: str
     finish_reason: FinishReason
     num_tool_calls: int
     num_tool_errors: int
+    num_turns: int = 1
+    token_ids: tuple[int, ...] = ()
+    num_action_tokens: int = 0
+    reward: Reward | None = None
+    info: Mapping[str, Any] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fr.agents.chat import Chat
-from megatron_fr.agents.contract import Outcome, Prompt, TokenSession
+from megatron_fr.agents.contract import Agent, Outcome, Prompt, TokenSession
 from megatron_fr.agents.forkserver import ForkServer
 from megatron_fr.agents.python_schema import PYTHON_TOOL_NAME, PYTHON_TOOL_SCHEMA
 from megatron_fr.agents.tool_call import ToolCall, ToolCallError, parse_tool_calls
@@ -25,7 +25,7 @@ class _Response:
     failed: bool
 
 
-class PythonToolAgent:
+class PythonToolAgent(Agent):
     """Assistant turns and Python calls by turns, until a turn calls nothing.
 
     How a trajectory ends:
@@ -42,7 +42,7 @@ class PythonToolAgent:
 
     def __init__(self, tokenizer: Any, config: AgentConfig) -> None:
         self._config = config
-        self._chat = Chat(tokenizer, [PYTHON_TOOL_SCHEMA])
+        self._chat = Chat(tokenizer, [PYTHON_TOOL_SCHEMA], config.chat_template_kwargs)
         self._sandbox: ForkServer | None = None
 
     async def start(self) -> None:

@@ -5,23 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_fr.agents.chat import Chat
-from megatron_fr.agents.contract import Outcome, Prompt, TokenSession
+from megatron_fr.agents.contract import Agent, Outcome, Prompt, TokenSession
 from megatron_fr.agents.python_tool import with_system_prompt
 from megatron_fr.config import AgentConfig
 
 
-class SingleTurnAgent:
+class SingleTurnAgent(Agent):
     """Samples one turn; the trajectory ends as the turn does (``stop``, ``length`` or ``aborted``)."""
 
     def __init__(self, tokenizer: Any, config: AgentConfig) -> None:
         self._config = config
-        self._chat = Chat(tokenizer)
-
-    async def start(self) -> None:
-        """Nothing to start."""
-
-    async def stop(self) -> None:
-        """Nothing to stop."""
+        self._chat = Chat(tokenizer, template_kwargs=config.chat_template_kwargs)
 
     async def rollout(self, prompt: Prompt, session: TokenSession) -> Outcome:
         """Run the conversation of one prompt on ``session``."""

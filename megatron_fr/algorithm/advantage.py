@@ -1,12 +1,13 @@
-"""Advantages: what a trajectory's reward is compared with. Pure functions of the whole global batch's rewards.
+"""Advantages: what a trajectory's reward is compared with. Pure functions of the whole global batch.
 
-A new one is a function of ``(rewards, group_ids)`` under :func:`register_advantage`; its name is then valid for
-:func:`compute_advantages`.
+An advantage of the user's own is a function like those in :data:`ADVANTAGES` (docs/extending.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,47 +15,63 @@ from torch import Tensor
 #: Added to a group's standard deviation, as GRPO implementations do; without it an all-equal group divides 0 by 0.
 GROUP_STD_EPS = 1e-6
 
-AdvantageFn = Callable[[Tensor, Sequence[Hashable] | None], Tensor]
 
-#: Name to function; each takes float64 rewards ``[B]`` and returns float64 ``[B]``.
-ADVANTAGES: dict[str, AdvantageFn] = {}
+@dataclass(frozen=True)
+class RewardBatch:
+    """What an advantage function sees: all ``B`` trajectories of an update, over all ranks, in one order.
 
+    The run fills every field; a caller that needs fewer leaves the others out.
 
-def register_advantage(name: str) -> Callable[[AdvantageFn], AdvantageFn]:
-    """Make an advantage known under ``name``.
-
-    Raises:
-        ValueError: the name is taken.
+    Attributes:
+        rewards: float64 ``[B]``, finite.
+        group_ids: ``B`` names, equal for the rollouts of one prompt that were started together.
+        action_tokens: int64 ``[B]``, the tokens that the policy sampled (``T_i``).
+        lags: int64 ``[B]``, policy versions between the oldest action token and the update.
+        metadata: ``B`` mappings, of the trajectory's prompt: every further field of its record.
+        info: ``B`` mappings, what the agent returned beside the conversation.
+        reward_parts: ``B`` mappings, the named parts of the reward.
     """
 
-    def register(function: AdvantageFn) -> AdvantageFn:
-        if name in ADVANTAGES:
-            raise ValueError(f"advantage {name!r} is registered already; choose another name")
-        ADVANTAGES[name] = function
-        return function
+    rewards: Tensor
+    group_ids: Sequence[Hashable] | None = None
+    action_tokens: Tensor | None = None
+    lags: Tensor | None = None
+    metadata: Sequence[Mapping[str, Any]] = ()
+    info: Sequence[Mapping[str, Any]] = ()
+    reward_parts: Sequence[Mapping[str, float]] = ()
 
-    return register
+
+#: Takes a batch and returns floating-point advantages ``[B]``.
+AdvantageFn = Callable[[RewardBatch], Tensor]
 
 
-def compute_advantages(name: str, rewards: Tensor, group_ids: Sequence[Hashable] | None = None) -> Tensor:
+def compute_advantages(advantage: str | AdvantageFn, batch: RewardBatch) -> Tensor:
     """Advantages of one global batch.
 
     Args:
-        name: a key of :data:`ADVANTAGES`.
-        rewards: float32 or float64 ``[B]``, all data-parallel ranks' rewards: the mean is global.
-        group_ids: ``B`` group names, needed by ``group`` only.
+        advantage: a key of :data:`ADVANTAGES`, or a function of the same kind.
+        batch: rewards float32 or float64 ``[B]`` of all data-parallel ranks; ``group`` needs ``group_ids`` too.
 
     Returns:
-        ``[B]`` in the dtype of ``rewards``; the arithmetic is float64.
+        ``[B]`` in the dtype of the rewards; the built-in ones compute in float64.
 
     Raises:
-        ValueError: unknown name, empty or non-finite rewards, or groups that do not fit.
+        ValueError: unknown name, empty or non-finite rewards, groups that do not fit, or a function that returns
+            something else than ``B`` finite numbers.
         TypeError: rewards are not floating point.
     """
-    if name not in ADVANTAGES:
-        raise ValueError(f"advantage {name!r} is unknown; choose one of {', '.join(sorted(ADVANTAGES))}")
-    _check_rewards(rewards)
-    return ADVANTAGES[name](rewards.detach().double(), group_ids).to(rewards.dtype)
+    _check_rewards(batch.rewards)
+    rewards = batch.rewards.detach()
+    if not isinstance(advantage, str):
+        values = torch.as_tensor(advantage(batch)).detach()
+        if values.shape != rewards.shape or not bool(values.isfinite().all()):
+            raise ValueError(
+                f"the advantage function returned {values.tolist()}; it must return {len(rewards)} finite numbers"
+            )
+        return values.to(rewards.dtype)
+    if advantage not in ADVANTAGES:
+        raise ValueError(f"advantage {advantage!r} is unknown; choose one of {', '.join(sorted(ADVANTAGES))}")
+    return ADVANTAGES[advantage](RewardBatch(rewards.double(), batch.group_ids)).to(rewards.dtype)
 
 
 def batch_mean_advantages(rewards: Tensor) -> Tensor:
@@ -62,7 +79,7 @@ def batch_mean_advantages(rewards: Tensor) -> Tensor:
 
     Takes and returns float ``[B]``; see :func:`compute_advantages`.
     """
-    return compute_advantages("batch_mean", rewards)
+    return compute_advantages("batch_mean", RewardBatch(rewards))
 
 
 def has_signal(rewards: Tensor, group_ids: Sequence[Hashable] | None = None) -> bool:
@@ -77,44 +94,49 @@ def has_signal(rewards: Tensor, group_ids: Sequence[Hashable] | None = None) -> 
     return any(bool(rewards[rows].max() > rewards[rows].min()) for rows in _groups(rewards, group_ids))
 
 
-@register_advantage("batch_mean")
-def _batch_mean(rewards: Tensor, group_ids: Sequence[Hashable] | None) -> Tensor:
-    return rewards - rewards.mean()
+def _batch_mean(batch: RewardBatch) -> Tensor:
+    return batch.rewards - batch.rewards.mean()
 
 
-@register_advantage("leave_one_out")
-def _leave_one_out(rewards: Tensor, group_ids: Sequence[Hashable] | None) -> Tensor:
+def _leave_one_out(batch: RewardBatch) -> Tensor:
     """``A_i = R_i - mean_{j != i} R_j``."""
-    others = len(rewards) - 1
+    others = len(batch.rewards) - 1
     if others == 0:
         raise ValueError("advantage 'leave_one_out' of a batch of 1 has no other trajectory; raise train.batch_size")
-    return rewards - (rewards.sum() - rewards) / others
+    return batch.rewards - (batch.rewards.sum() - batch.rewards) / others
 
 
-@register_advantage("group")
-def _group(rewards: Tensor, group_ids: Sequence[Hashable] | None) -> Tensor:
+def _group(batch: RewardBatch) -> Tensor:
     """``A_i = (R_i - mean_g) / (std_g + eps)``, the sample standard deviation (``n - 1``) over the group (GRPO)."""
-    if group_ids is None:
+    if batch.group_ids is None:
         raise ValueError("advantage 'group' needs group_ids")
-    advantages = torch.zeros_like(rewards)
-    for rows in _groups(rewards, group_ids):
+    advantages = torch.zeros_like(batch.rewards)
+    for rows in _groups(batch.rewards, batch.group_ids):
         if len(rows) == 1:
-            raise ValueError(f"group {group_ids[rows[0]]!r} has one trajectory; groups need two or more")
-        members = rewards[rows]
+            raise ValueError(f"group {batch.group_ids[rows[0]]!r} has one trajectory; groups need two or more")
+        members = batch.rewards[rows]
         advantages[rows] = (members - members.mean()) / (members.std(correction=1) + GROUP_STD_EPS)
     return advantages
 
 
-@register_advantage("positive_only")
-def _positive_only(rewards: Tensor, group_ids: Sequence[Hashable] | None) -> Tensor:
+def _positive_only(batch: RewardBatch) -> Tensor:
     """``max(R_i - mean_j R_j, 0)``: failures are ignored instead of pushed down."""
-    return (rewards - rewards.mean()).clamp(min=0)
+    return _batch_mean(batch).clamp(min=0)
 
 
-@register_advantage("none")
-def _none(rewards: Tensor, group_ids: Sequence[Hashable] | None) -> Tensor:
+def _none(batch: RewardBatch) -> Tensor:
     """The raw reward, no baseline."""
-    return rewards.clone()
+    return batch.rewards.clone()
+
+
+#: Built-in advantages by name.
+ADVANTAGES: dict[str, AdvantageFn] = {
+    "batch_mean": _batch_mean,
+    "leave_one_out": _leave_one_out,
+    "group": _group,
+    "positive_only": _positive_only,
+    "none": _none,
+}
 
 
 def _check_rewards(rewards: Tensor) -> None:

@@ -49,7 +49,7 @@ class RunRecord:
     Attributes:
         update: batches consumed.
         version: of the weights.
-        score: ``eval/reward`` of these weights, None where they were not evaluated.
+        score: held-out reward of these weights, None where they were not evaluated.
         fixed: what of the configuration and the model must be the same to go on, by field name.
         trainer: counters that belong to the tensors (see ``checkpoint/io.py``).
     """

@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, purpose in (
         ("train", "train on this machine: engines, rollout service and trainer ranks"),
-        ("eval", "evaluate model.path on data.eval and print the result as JSON"),
+        ("eval", "evaluate model.path on the held-out prompts and print the result as JSON"),
         ("plan", "print the memory of each GPU in each layout"),
     ):
         command = commands.add_parser(name, help=purpose, description=purpose)

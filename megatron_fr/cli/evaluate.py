@@ -13,13 +13,13 @@ from megatron_fr.rollout.service import RolloutService
 
 
 def evaluate_model(config: RunConfig) -> int:
-    """Evaluate ``config.model.path`` on ``config.data.eval`` and print the metrics.
+    """Evaluate ``config.model.path`` on every held-out set and print the metrics, by the names that training uses.
 
     Raises:
         MegatronFRError: nothing to evaluate on, or the engines did not start or died.
     """
-    if config.data.eval is None:
-        raise ConfigError("data.eval is not set; name a file or dataset of held-out prompts")
+    if not config.evaluation_sets:
+        raise ConfigError("data.eval is not set; name a file or dataset of held-out prompts, or set evaluation.sets")
     print(json.dumps(asyncio.run(_evaluate(config))))
     return 0
 
@@ -35,6 +35,6 @@ async def _evaluate(config: RunConfig) -> dict[str, float]:
             body = await response.json()
             if response.status != 200:
                 raise EngineError(body.get("error", f"evaluation failed with HTTP {response.status}"))
-            return dict(body["metrics"])
+            return {f"eval/{name}": value for name, value in body["metrics"].items()}
     finally:
         await service.stop()

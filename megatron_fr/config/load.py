@@ -16,6 +16,7 @@ from megatron_fr.config.sections import (
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
+    EvaluationSet,
     FlashReinforceConfig,
     GRPOConfig,
     ModelConfig,
@@ -55,7 +56,7 @@ class RunConfig(Section):
     train: TrainConfig
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     agent: AgentConfig = Field(default_factory=AgentConfig)
-    reward: RewardConfig
+    reward: RewardConfig = Field(default_factory=RewardConfig)
     data: DataConfig
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     sync: SyncConfig = Field(default_factory=SyncConfig)
@@ -79,11 +80,21 @@ class RunConfig(Section):
                 f"sync.probe_tokens={self.sync.probe_tokens} leaves no room for a prompt in "
                 f"rollout.max_context={self.rollout.max_context}; lower the first or raise the second"
             )
+        if self.reward.function is None and ":" not in self.agent.kind:
+            raise ValueError(
+                f"reward.function is not set, and agent.kind={self.agent.kind!r} returns no reward; set "
+                "reward.function, or name an agent of your own that returns one"
+            )
+        if self.data.eval is not None and self.evaluation.sets:
+            raise ValueError(
+                f"data.eval={self.data.eval!r} and evaluation.sets={', '.join(self.evaluation.sets)} are both given; "
+                "move data.eval into evaluation.sets, under a name"
+            )
         keep, saved, scored = self.checkpoint.keep_best, self.checkpoint.every, self.evaluation.every
-        if keep and (self.data.eval is None or not saved or not scored):
+        if keep and (not self.evaluation_sets or not saved or not scored):
             raise ValueError(
                 f"checkpoint.keep_best={keep} needs updates that are both evaluated and saved; "
-                "set data.eval, evaluation.every and checkpoint.every"
+                "set data.eval or evaluation.sets, evaluation.every and checkpoint.every"
             )
         if keep and saved % scored and scored % saved:
             raise ValueError(
@@ -91,6 +102,20 @@ class RunConfig(Section):
                 "few of the updates that it saves; make one of the two a multiple of the other"
             )
         return self
+
+    @property
+    def evaluation_sets(self) -> dict[str, EvaluationSet]:
+        """Held-out sets by name, every field filled in; ``data.eval`` is the one without a name, ``""``."""
+        common, eval_data = self.evaluation, self.data.eval
+        sets = common.sets
+        if eval_data is not None:
+            sets = {"": EvaluationSet.model_validate({"data": eval_data, "split": self.data.eval_split})}
+        temperature = self.rollout.temperature if common.temperature is None else common.temperature
+        defaults = {"num_prompts": common.num_prompts, "samples": common.samples, "temperature": temperature}
+        return {
+            name: one.model_copy(update={k: v for k, v in defaults.items() if getattr(one, k) is None})
+            for name, one in sets.items()
+        }
 
     @property
     def max_policy_lag(self) -> int:
@@ -138,7 +163,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 def _explain(error: Any) -> str:
-    location = [str(part) for part in error["loc"] if part not in ("flash_reinforce", "grpo")]
+    location = [str(part) for part in error["loc"] if part not in ("flash_reinforce", "grpo", "own_loss")]
     name = ".".join(location)
     if error["type"] == "extra_forbidden" and name in RENAMED:
         return f"  {name}={error['input']!r}: renamed; write {RENAMED[name]}"
@@ -160,7 +185,8 @@ def _fields_at(location: Sequence[str]) -> list[str]:
     models: list[type[BaseModel]] = [RunConfig]
     for part in location:
         annotations = [m.model_fields[part].annotation for m in models if part in m.model_fields]
-        models = [m for a in annotations for m in _models_of(a)]
+        if annotations:  # else a name of the user's, as of an evaluation set
+            models = [m for a in annotations for m in _models_of(a)]
     return sorted({name for m in models for name in m.model_fields})
 
 

@@ -22,9 +22,8 @@ def check_inputs(config: RunConfig) -> None:
     check_model_path(config.model.path)
     if (weights := config.model.weights) is not None and not (weights / ".metadata").is_file():
         raise ModelError(f"model.weights={str(weights)!r} is no Megatron checkpoint: it has no .metadata")
-    for source in (config.data.train, config.data.eval):
-        if source is not None:
-            check_prompt_source(source)
+    for source in (config.data.train, *(held_out.data for held_out in config.evaluation_sets.values())):
+        check_prompt_source(source)
 
 
 def check_model_path(path: str | Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
@@ -78,13 +79,35 @@ class ParallelConfig(Section):
         return self.world_size // (self.tp * self.pp * self.cp)
 
 
+_ADVANTAGES = ("batch_mean", "leave_one_out", "group", "positive_only", "none")
+_ADVANTAGE = f"advantage of a trajectory: {', '.join(_ADVANTAGES)}, or module:function"
+_GROUP_SIZE = "rollouts of each prompt; above 1 only with advantage=group or an advantage of your own"
+
+
+def _known_advantage(value: str) -> str:
+    if value not in _ADVANTAGES and ":" not in value:
+        raise ValueError(
+            f"algorithm.advantage={value!r} is unknown; choose one of {', '.join(_ADVANTAGES)}, or give module:function"
+        )
+    return value
+
+
+Advantage = Annotated[str, AfterValidator(_known_advantage)]
+
+
+def _check_groups(advantage: str, group_size: int) -> None:
+    if ":" not in advantage and (advantage == "group") != (group_size > 1):
+        raise ValueError(
+            f"algorithm.advantage={advantage!r} with algorithm.group_size={group_size}: "
+            "groups need advantage=group and group_size of 2 or more, every other built-in advantage needs group_size=1"
+        )
+
+
 class FlashReinforceConfig(Section):
     """FlashREINFORCE and its ablations; the defaults are the published method."""
 
     name: Literal["flash_reinforce"] = "flash_reinforce"
-    advantage: Literal["batch_mean", "leave_one_out", "group", "positive_only", "none"] = Field(
-        "batch_mean", description="advantage of a trajectory: its reward minus this baseline"
-    )
+    advantage: Advantage = Field("batch_mean", description=_ADVANTAGE)
     reduction: Literal["sample_mean", "token_mean"] = Field(
         "sample_mean",
         description="average over a trajectory's tokens first (verl's seq-mean-token-mean), or all tokens",
@@ -102,15 +125,11 @@ class FlashReinforceConfig(Section):
     failure_token_quantile: float = Field(
         1.0, gt=0, le=1, description="share of a failure's tokens, highest entropy first, that keep their loss"
     )
-    group_size: int = Field(1, ge=1, description="rollouts of each prompt; above 1 with advantage=group only")
+    group_size: int = Field(1, ge=1, description=_GROUP_SIZE)
 
     @model_validator(mode="after")
     def _consistent(self) -> FlashReinforceConfig:
-        if (self.advantage == "group") != (self.group_size > 1):
-            raise ValueError(
-                f"algorithm.advantage={self.advantage!r} with algorithm.group_size={self.group_size}: "
-                "groups need advantage=group and group_size of 2 or more, every other advantage needs group_size=1"
-            )
+        _check_groups(self.advantage, self.group_size)
         return self
 
 
@@ -123,15 +142,32 @@ class GRPOConfig(Section):
     clip_high: float = Field(0.2, gt=0, description="PPO clip: the largest ratio is 1 + clip_high")
 
 
+class OwnLossConfig(Section):
+    """A loss of your own; `algorithm.loss` chooses it."""
+
+    name: Literal["own_loss"] = "own_loss"
+    loss: str = Field(description="loss function, module:function")
+    loss_args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for the loss function")
+    advantage: Advantage = Field("batch_mean", description=_ADVANTAGE)
+    group_size: int = Field(1, ge=1, description=_GROUP_SIZE)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> OwnLossConfig:
+        _check_groups(self.advantage, self.group_size)
+        return self
+
+
 def _named(value: Any) -> Any:
     """``algorithm: grpo`` is short for ``algorithm: {name: grpo}``; a section without a name is FlashREINFORCE."""
     if isinstance(value, str):
         return {"name": value}
-    return {"name": "flash_reinforce", **value} if isinstance(value, dict) else value
+    if not isinstance(value, dict):
+        return value
+    return {"name": "own_loss" if "loss" in value else "flash_reinforce", **value}
 
 
 AlgorithmConfig = Annotated[
-    Annotated[FlashReinforceConfig | GRPOConfig, Field(discriminator="name")], BeforeValidator(_named)
+    Annotated[FlashReinforceConfig | GRPOConfig | OwnLossConfig, Field(discriminator="name")], BeforeValidator(_named)
 ]
 
 
@@ -249,6 +285,7 @@ class AgentConfig(Section):
     """What happens between a prompt and a reward."""
 
     kind: str = Field("python_tool", description="name of a built-in agent, or module:Class")
+    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for a class of your own")
     max_turns: int = Field(10, ge=1, description="assistant turns in one trajectory")
     max_tokens_per_turn: int | None = Field(
         None, ge=1, description="tokens sampled in one turn; null: no limit of its own"
@@ -256,14 +293,39 @@ class AgentConfig(Section):
     system_prompt: str | None = Field(
         None, description="system message of every conversation; null keeps the data's own"
     )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="variables for the chat template, for example {enable_thinking: false}"
+    )
     tool: ToolLimits = Field(default_factory=ToolLimits)
+
+    @model_validator(mode="after")
+    def _free_names(self) -> AgentConfig:
+        taken = {
+            "conversation",
+            "messages",
+            "tools",
+            "add_generation_prompt",
+            "tokenize",
+        } & self.chat_template_kwargs.keys()
+        if taken:
+            raise ValueError(
+                f"agent.chat_template_kwargs sets {', '.join(sorted(taken))}, which the agent itself sets; remove it"
+            )
+        return self
 
 
 class RewardConfig(Section):
     """The reward function."""
 
-    function: str = Field(description="reward function, module:function")
-    timeout_s: float = Field(10.0, gt=0, description="seconds that one call may take, in a process of its own")
+    function: str | None = Field(
+        None, description="reward function, module:function; null: an agent of your own returns the reward"
+    )
+    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for the function")
+    timeout_s: float = Field(
+        10.0,
+        gt=0,
+        description="seconds that one call may take, in its own process; async: in the event loop",
+    )
     max_consecutive_errors: int = Field(8, ge=1, description="failing calls in a row that end the run")
 
 
@@ -277,12 +339,36 @@ class DataConfig(Section):
     shuffle: bool = Field(True, description="shuffle prompts in each epoch, with the run's seed")
 
 
+class EvaluationSet(Section):
+    """One named set of held-out prompts; a null field takes the value of `evaluation`."""
+
+    data: str = Field(description="held-out prompts: JSONL or parquet file, or hub dataset")
+    split: str = Field("test", description="split of the hub dataset")
+    num_prompts: int | None = Field(None, ge=1, description="number of prompts, taken from the beginning")
+    samples: int | None = Field(None, ge=1, description="trajectories of each prompt")
+    temperature: float | None = Field(None, ge=0, description="of sampling; 0 is greedy")
+
+
 class EvaluationConfig(Section):
     """Held-out evaluation, at the start, during training and at the end."""
 
     every: int = Field(0, ge=0, description="updates between evaluations; 0 evaluates at the start and the end only")
-    num_prompts: int = Field(128, ge=1, description="number of prompts, taken from the beginning of data.eval")
+    num_prompts: int = Field(128, ge=1, description="number of prompts, taken from the beginning of each set")
     samples: int = Field(1, ge=1, description="trajectories of each prompt: the k of avg@k and pass@k")
+    temperature: float | None = Field(
+        None, ge=0, description="of sampling in evaluations; 0 is greedy, null takes rollout.temperature"
+    )
+    pass_threshold: float = Field(0.5, description="a trajectory passes with a reward above this value")
+    sets: dict[str, EvaluationSet] = Field(
+        default_factory=dict, description="named sets in place of data.eval; the first one ranks checkpoints"
+    )
+
+    @model_validator(mode="after")
+    def _names(self) -> EvaluationConfig:
+        for name in self.sets:
+            if re.fullmatch(r"[\w.-]+", name) is None:
+                raise ValueError(f"evaluation.sets: {name!r} is no name; use letters, digits, '_', '-' and '.'")
+        return self
 
 
 class SyncConfig(Section):

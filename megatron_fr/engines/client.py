@@ -91,6 +91,7 @@ class EngineClient:
         ignore_eos: bool = False,
         fresh: bool = False,
         reuse_prefix: bool = True,
+        temperature: float | None = None,
     ) -> Completion:
         """Sample after ``input_ids``.
 
@@ -100,6 +101,7 @@ class EngineClient:
             routes_from: first row of routes to ask for; None asks for no routes.
             fresh: read nothing from the prefix cache, and take the engine's version labels as they are.
             reuse_prefix: False reads nothing from the prefix cache, for a request that goes on after an abort.
+            temperature: in place of the run's own, for evaluations.
 
         Raises:
             EngineError: the engine cannot be reached, refused the request, or answered something unusable.
@@ -109,7 +111,7 @@ class EngineClient:
             "input_ids": list(input_ids),
             "sampling_params": {
                 **_FULL_SUPPORT,
-                "temperature": self._temperature,
+                "temperature": self._temperature if temperature is None else temperature,
                 "max_new_tokens": max_new_tokens,
                 "stop_token_ids": list(stop_token_ids),
                 "ignore_eos": ignore_eos,

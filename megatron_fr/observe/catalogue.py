@@ -50,6 +50,7 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "policy/replay_logprob_change": ("nats", "mean absolute change by routing replay, at the same updates"),
     "policy/route_agreement": ("share", "(token, layer) pairs for which the live router chooses the replayed experts"),
+    "loss/*": ("own", "statistic that a loss of your own returns, summed over micro-batches and ranks"),
     "train/loss": ("loss", "objective of the update, over all ranks"),
     "train/grad_norm": ("norm", "global gradient norm before clipping"),
     "train/lr": ("rate", "learning rate of the update"),

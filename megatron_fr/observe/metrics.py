@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -116,6 +116,12 @@ def read_metrics(path: str | Path) -> list[Row]:
     if not rows:
         raise MegatronFRError(f"metrics {path} holds no update yet")
     return rows
+
+
+def held_out(rows: Sequence[Mapping[str, Any]], name: str) -> list[tuple[str, str]]:
+    """Label and key of the evaluation metric ``name``, one pair for each set; the first set comes first."""
+    keys = dict.fromkeys(key for row in rows for key in row if key.startswith("eval/") and key.endswith(f"/{name}"))
+    return [(f"held-out {key[len('eval/') : -len(name)].strip('/')}".strip(), key) for key in keys]
 
 
 def series(rows: list[Row], name: str) -> tuple[list[int], list[float]]:

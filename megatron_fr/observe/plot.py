@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_fr.errors import needs_extra
-from megatron_fr.observe.metrics import Row, read_metrics, series
+from megatron_fr.observe.metrics import Row, held_out, read_metrics, series
 
 with needs_extra("plot"):
     import matplotlib
@@ -17,7 +18,7 @@ with needs_extra("plot"):
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 #: Okabe and Ito's palette, which colour-blind readers can tell apart.
-BLUE, ORANGE, GREEN, RED, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9"
+BLUE, ORANGE, GREEN, RED, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
 
 _STYLE = {
     "font.size": 9.5, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
@@ -57,11 +58,11 @@ _DIFFERENCE = "policy/train_rollout_logprob_diff"
 
 PANELS = (
     Panel("Reward", (
-        Curve("reward/mean", "training batch", BLUE), Curve("eval/reward", "held-out", RED, "points"),
+        Curve("reward/mean", "training batch", BLUE), Curve("eval/reward/mean", "held-out", RED, "points"),
     )),
     Panel("Tool calls per trajectory", (
         Curve("tools/calls", "calls", BLUE), Curve("tools/errors", "errors", ORANGE),
-        Curve("eval/tool_calls", "held-out calls", RED, "points"),
+        Curve("eval/tools/calls", "held-out calls", RED, "points"),
     ), scale="zero"),
     Panel("Sequence trust region", (
         Curve("trust_region/seq_kl_mean", "KL, mean", BLUE), Curve("trust_region/seq_kl_max", "KL, largest", SKY),
@@ -124,14 +125,14 @@ def draw(axes: Any, panel: Panel, rows: list[Row]) -> None:
         if updates and updates == others:
             axes.fill_between(updates, low, high, color=SKY, alpha=0.25, linewidth=0)
     below: list[float] | None = None
-    for curve in panel.curves:
+    for curve in (found for listed in panel.curves for found in by_set(listed, rows)):
         updates, values = series(rows, curve.metric)
         if not updates:
             continue
         if curve.kind == "points":
             handles += axes.plot(updates, values, "o--", color=curve.color, markersize=6, label=curve.label)
-            if curve.metric == "eval/reward":
-                _write_ends(axes, updates, values)
+            if curve.metric.endswith("/reward/mean"):
+                _write_ends(axes, updates, values, curve.color)
         elif curve.kind == "share":
             handles += _draw_share(axes, curve, updates, values)
         elif curve.kind == "area":
@@ -158,6 +159,17 @@ def draw(axes: Any, panel: Panel, rows: list[Row]) -> None:
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", va="center", color="#6b7280")
 
 
+def by_set(curve: Curve, rows: list[Row]) -> list[Curve]:
+    """The curve; one of a held-out metric once for each evaluation set."""
+    if not curve.metric.startswith("eval/"):
+        return [curve]
+    found = zip(held_out(rows, curve.metric.removeprefix("eval/")), cycle((RED, PURPLE, ORANGE)))
+    return [
+        replace(curve, metric=key, label=curve.label.replace("held-out", label), color=color)
+        for (label, key), color in found
+    ]
+
+
 def trailing_mean(values: list[float]) -> list[float]:
     """Mean over the last twentieth of the run; over one value in a run of less than 40 updates."""
     window = max(1, len(values) // 20)
@@ -175,18 +187,19 @@ def _draw_share(axes: Any, curve: Curve, updates: list[int], values: list[float]
     return list(right.plot(updates, trailing_mean(values), color=curve.color, linewidth=1.6, label=curve.label))
 
 
-def _write_ends(axes: Any, updates: list[int], values: list[float]) -> None:
+def _write_ends(axes: Any, updates: list[int], values: list[float], color: str) -> None:
     box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
     for i in {0, len(updates) - 1}:
         axes.annotate(
             f"{values[i]:.2f}", (updates[i], values[i]), xytext=(0, 11), textcoords="offset points", ha="center",
-            color=RED, fontweight="bold", bbox=box,
+            color=color, fontweight="bold", bbox=box,
         )  # fmt: skip
 
 
 def _headline(rows: list[Row]) -> str:
     text = f"{int(rows[-1]['update'] or 0)} updates"
-    _, held_out = series(rows, "eval/reward")
-    if len(held_out) > 1:
-        text += f", held-out reward {held_out[0]:.2f} → {held_out[-1]:.2f}"
+    for label, key in held_out(rows, "reward/mean")[:1]:
+        _, values = series(rows, key)
+        if len(values) > 1:
+            text += f", {label} reward {values[0]:.2f} → {values[-1]:.2f}"
     return text

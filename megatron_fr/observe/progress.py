@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from megatron_fr.observe.alarms import Alarms
+from megatron_fr.observe.metrics import held_out
 
 Metrics = Mapping[str, float | int | bool | None]
 
@@ -46,10 +47,11 @@ class Progress:
 
         generated, trained = (_count(row.get(f"{side}/tokens_per_s")) for side in ("rollout", "train"))
         head = f"update {number:>{width}}/{self.total_updates}"
-        held_out = [f"held-out reward {show('eval/reward', '{:.3f}')}"] if row.get("eval/reward") is not None else []
+        rewards = held_out([row], "reward/mean")
+        evaluated = [f"{label} reward {show(key, '{:.3f}')}" for label, key in rewards if row[key] is not None]
         if number == 0:  # before the first batch
             return " | ".join(
-                [head, f"first sync: logprob diff {show('sync/probe_logprob_diff', '{:.1e}')}", *held_out]
+                [head, f"first sync: logprob diff {show('sync/probe_logprob_diff', '{:.1e}')}", *evaluated]
             )
         without_replay = ""
         if row.get("policy/train_rollout_logprob_diff_without_replay") is not None:
@@ -68,7 +70,7 @@ class Progress:
         ]
         if row.get("train/stepped") is not None and not row["train/stepped"]:
             parts.append("no signal, no step")
-        return " | ".join([*parts, *held_out])
+        return " | ".join([*parts, *evaluated])
 
     def _left(self, number: int) -> str:
         """Time left, from the mean duration of this process's updates with their evaluations."""

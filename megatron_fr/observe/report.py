@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_fr.errors import MissingExtraError
-from megatron_fr.observe.metrics import METRICS_FILE, Row, read_metrics, series
+from megatron_fr.observe.metrics import METRICS_FILE, Row, held_out, read_metrics, series
 from megatron_fr.observe.progress import duration
 
 PICTURE = "run.png"
@@ -68,13 +68,17 @@ def _extent(rows: list[Row]) -> str:
 
 
 def _facts(rows: list[Row]) -> list[tuple[str, str]]:
-    updates, held_out = series(rows, "eval/reward")
-    best = max(range(len(held_out)), key=held_out.__getitem__) if held_out else 0
+    rewards = held_out(rows, "reward/mean")
+    updates, values = series(rows, rewards[0][1]) if rewards else ([], [])
+    best = max(range(len(values)), key=values.__getitem__) if values else 0
     return [
-        ("held-out reward", _start_end(rows, "eval/reward", "{:.3f}", window=1)),
-        ("best held-out reward", f"{held_out[best]:.3f} at update {updates[best]}" if held_out else "not evaluated"),
+        *((f"{label} reward", _start_end(rows, key, "{:.3f}", window=1)) for label, key in rewards),
+        ("best held-out reward", f"{values[best]:.3f} at update {updates[best]}" if values else "not evaluated"),
         ("training reward", _start_end(rows, "reward/mean", "{:.3f}")),
-        ("held-out tool calls", _start_end(rows, "eval/tool_calls", "{:.2f}", window=1)),
+        *(
+            (f"{label} tool calls", _start_end(rows, key, "{:.2f}", window=1))
+            for label, key in held_out(rows, "tools/calls")
+        ),
         ("training tool calls", _start_end(rows, "tools/calls", "{:.2f}")),
         ("truncated", _start_end(rows, "trajectory/truncated", "{:.1%}")),
         ("entropy", _start_end(rows, "policy/entropy", "{:.3f}")),

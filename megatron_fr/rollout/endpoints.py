@@ -148,6 +148,9 @@ class Endpoints:
                 "num_action_tokens": t.num_action_tokens,
                 "reward": t.reward,
                 "lag": lag,
+                "metadata": t.metadata,
+                "info": t.info,
+                "reward_parts": t.reward_parts,
             }
             for t, lag in zip(batch.trajectories, batch.lags, strict=True)
         ]
@@ -169,7 +172,7 @@ class Endpoints:
     async def _evaluate(self, request: web.Request) -> web.Response:
         body = await _body(request, name=str)
         if self._run_evaluation is None:
-            raise ConfigError("there are no held-out prompts to evaluate on; set data.eval")
+            raise ConfigError("there are no held-out prompts to evaluate on; set data.eval or evaluation.sets")
         async with self._evaluating:
             result = await self._unless_failed(self._run_evaluation(name=body["name"]))
         assert result is not None

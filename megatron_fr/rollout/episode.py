@@ -10,7 +10,7 @@ from megatron_fr.agents.contract import Agent, Prompt, RewardInput
 from megatron_fr.config import RolloutConfig
 from megatron_fr.engines.fleet import Fleet
 from megatron_fr.errors import EngineError, TrajectoryError
-from megatron_fr.rollout.session import EngineSession
+from megatron_fr.rollout.session import EngineSession, bounded_json
 from megatron_fr.trajectory import ModelLimits, Trajectory
 
 
@@ -32,8 +32,19 @@ class EpisodeRunner:
     config: RolloutConfig
     want_routes: bool
 
-    async def run(self, prompt: Prompt, *, trajectory_id: str, group_id: str, queued_s: float = 0.0) -> Trajectory:
+    async def run(
+        self,
+        prompt: Prompt,
+        *,
+        trajectory_id: str,
+        group_id: str,
+        queued_s: float = 0.0,
+        temperature: float | None = None,
+    ) -> Trajectory:
         """Roll the prompt out on the least loaded engine and score it.
+
+        Args:
+            temperature: of sampling, for evaluations alone; None is the one that the trainer's logits are scaled by.
 
         Raises:
             EngineError: the engine failed, or aborted the generation for good.
@@ -42,7 +53,11 @@ class EpisodeRunner:
         """
         with self.fleet.borrow() as client:
             session = EngineSession(
-                client, self.limits, max_new_tokens=self.config.max_new_tokens, want_routes=self.want_routes
+                client,
+                self.limits,
+                max_new_tokens=self.config.max_new_tokens,
+                want_routes=self.want_routes,
+                temperature=temperature,
             )
             outcome = await self.agent.rollout(prompt, session)
         if outcome.finish_reason == "aborted":
@@ -60,6 +75,11 @@ class EpisodeRunner:
                 finish_reason=outcome.finish_reason,
                 num_tool_calls=outcome.num_tool_calls,
                 num_tool_errors=outcome.num_tool_errors,
+                num_turns=outcome.num_turns,
+                token_ids=tuple(session.tokens),
+                num_action_tokens=session.num_action_tokens,
+                reward=outcome.reward,
+                info=outcome.info,
             )
         )
         return session.finish(
@@ -70,6 +90,7 @@ class EpisodeRunner:
             reward=reward,
             reward_parts=parts,
             queued_s=queued_s,
+            metadata=bounded_json(prompt.metadata),
         )
 
 

@@ -1,35 +1,72 @@
-"""Held-out evaluation: avg@k and pass@k at the training temperature, beside the training rollouts."""
+"""Held-out evaluation: avg@k and pass@k of one or several sets of prompts, beside the training rollouts."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Sequence
-
-import numpy as np
+from dataclasses import dataclass
 
 from megatron_fr.agents.contract import Prompt
 from megatron_fr.agents.rewards import FatalRewardError
+from megatron_fr.config import RunConfig
 from megatron_fr.errors import MegatronFRError, RolloutEnded
 from megatron_fr.rollout.episode import EpisodeRunner
+from megatron_fr.rollout.metrics import evaluation_metrics
+from megatron_fr.rollout.prompts import load_prompts
 from megatron_fr.rollout.runner import MAX_ATTEMPTS
 from megatron_fr.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 
-#: A trajectory passes with a reward above this; verifiers give 0 or 1.
-PASS_ABOVE = 0.5
+
+@dataclass(frozen=True)
+class HeldOut:
+    """One set of prompts and how it is sampled; the set of ``data.eval`` has the name ``""``."""
+
+    name: str
+    prompts: Sequence[Prompt]
+    samples: int
+    temperature: float | None  # None: the run's own
+
+
+def load_held_out(config: RunConfig) -> list[HeldOut]:
+    """The sets of a run, in the configuration's order.
+
+    Raises:
+        ConfigError: the prompts of one cannot be read.
+    """
+    return [
+        HeldOut(name, load_prompts(one.data, one.split)[: one.num_prompts], one.samples or 1, one.temperature)
+        for name, one in config.evaluation_sets.items()
+    ]
+
+
+async def evaluate_sets(
+    episodes: EpisodeRunner, sets: Sequence[HeldOut], *, concurrency: int, pass_threshold: float, name: str
+) -> tuple[dict[str, float], int]:
+    """:func:`evaluate` each set in turn; a named set's metrics have its name and a slash before theirs."""
+    metrics: dict[str, float] = {}
+    total = 0
+    for held_out in sets:
+        found, count = await evaluate(
+            episodes, held_out, concurrency=concurrency, pass_threshold=pass_threshold, name=name
+        )
+        prefix = f"{held_out.name}/" if held_out.name else ""
+        metrics |= {prefix + key: value for key, value in found.items()}
+        total += count
+    return metrics, total
 
 
 async def evaluate(
-    episodes: EpisodeRunner, prompts: Sequence[Prompt], *, samples: int, concurrency: int, name: str
+    episodes: EpisodeRunner, held_out: HeldOut, *, concurrency: int, pass_threshold: float, name: str
 ) -> tuple[dict[str, float], int]:
-    """Roll every prompt out ``samples`` times.
+    """Roll every prompt out ``held_out.samples`` times, at its temperature.
 
-    Trajectories of an evaluation reach neither the queue nor the gate.
+    Trajectories of an evaluation reach neither the queue nor the gate, so that none of them is trained on.
 
     Returns:
-        the metrics of :func:`summarise`, and the number of trajectories that were scored.
+        the metrics of :func:`evaluation_metrics`, and the number of trajectories that were scored.
 
     Raises:
         RolloutEnded: no trajectory could be scored; carries the last failure.
@@ -37,13 +74,16 @@ async def evaluate(
     """
     slots = asyncio.Semaphore(concurrency)
     failures: list[str] = []
+    name = f"{name}-{held_out.name}" if held_out.name else name
 
     async def one(number: int, prompt: Prompt, sample: int) -> Trajectory | None:
         async with slots:
             for attempt in range(MAX_ATTEMPTS):
                 identity = f"eval-{name}-{number:05d}-{sample}"
                 try:
-                    return await episodes.run(prompt, trajectory_id=identity, group_id=identity)
+                    return await episodes.run(
+                        prompt, trajectory_id=identity, group_id=identity, temperature=held_out.temperature
+                    )
                 except FatalRewardError:
                     raise
                 except Exception as error:  # an agent is the user's code; one bad rollout must not end the others
@@ -53,7 +93,9 @@ async def evaluate(
                     log.warning("evaluation failed at attempt %d: %s", attempt + 1, failures[-1])
         return None
 
-    jobs = [(number, prompt, sample) for number, prompt in enumerate(prompts) for sample in range(samples)]
+    jobs = [
+        (number, prompt, sample) for number, prompt in enumerate(held_out.prompts) for sample in range(held_out.samples)
+    ]
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(*job)) for job in jobs]
@@ -65,27 +107,7 @@ async def evaluate(
             by_prompt.setdefault(number, []).append(trajectory)
     if not by_prompt:
         raise RolloutEnded(f"evaluation {name!r}: none of {len(jobs)} trajectories could be scored; {failures[-1]}")
-    metrics = summarise(list(by_prompt.values()))
-    metrics["failed"] = float(len(jobs) - sum(map(len, by_prompt.values())))
-    return metrics, sum(map(len, by_prompt.values()))
-
-
-def summarise(by_prompt: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
-    """Metrics of trajectories grouped by prompt (every group at least one).
-
-    ``reward`` is avg@k: the mean over prompts of the mean reward. ``pass`` is pass@k: the share of prompts with at
-    least one trajectory that passed. A named part of the reward is averaged over the trajectories that have it.
-    """
-    flat = [t for group in by_prompt for t in group]
-    metrics = {
-        "reward": float(np.mean([np.mean([t.reward for t in group]) for group in by_prompt])),
-        "pass": float(np.mean([max(t.reward for t in group) > PASS_ABOVE for group in by_prompt])),
-        "tool_calls": float(np.mean([t.num_tool_calls for t in flat])),
-        "tool_errors": float(np.mean([t.num_tool_errors for t in flat])),
-        "truncated": float(np.mean([t.finish_reason == "length" for t in flat])),
-        "turns": float(np.mean([t.num_turns for t in flat])),
-        "action_tokens": float(np.mean([t.num_action_tokens for t in flat])),
-    }
-    for part in sorted({name for t in flat for name in t.reward_parts} - set(metrics)):
-        metrics[part] = float(np.mean([t.reward_parts[part] for t in flat if part in t.reward_parts]))
-    return metrics
+    scored = sum(map(len, by_prompt.values()))
+    metrics = evaluation_metrics(list(by_prompt.values()), pass_threshold)
+    metrics["trajectory/failed"] = float(len(jobs) - scored)
+    return metrics, scored

@@ -1,4 +1,4 @@
-"""Averages over one leased batch, by the names under which they are written and plotted."""
+"""Averages over trajectories, by the names under which they are written and plotted, in training and evaluation."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ import numpy as np
 from megatron_fr.trajectory import Trajectory
 
 
-def batch_metrics(trajectories: Sequence[Trajectory], lags: Sequence[int] = ()) -> dict[str, float]:
-    """Metrics of at least one trajectory.
+def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Rewards and their parts, tool use, truncation and lengths of at least one trajectory.
 
-    Rewards and their parts, tool use, truncation, lengths (``N`` and action tokens), how many trajectories have no
-    usable routes although routes were asked for (they take the live router), lags in versions, and the shares of time
-    that trajectories waited for a runner, generated, and waited for tools.
+    A named part of the reward is averaged over the trajectories that have it.
     """
     lengths = [len(t) for t in trajectories]
     metrics = {
@@ -26,11 +24,33 @@ def batch_metrics(trajectories: Sequence[Trajectory], lags: Sequence[int] = ()) 
         "trajectory/tokens_p99": float(np.percentile(lengths, 99)),
         "trajectory/action_tokens_mean": _mean([t.num_action_tokens for t in trajectories]),
         "trajectory/turns": _mean([t.num_turns for t in trajectories]),
-        "rollout/routes_missing": float(sum(t.route_error is not None for t in trajectories)),
     }
-    for part in sorted({name for t in trajectories for name in t.reward_parts} - {"reward", "mean"}):
-        values = [t.reward_parts[part] for t in trajectories if part in t.reward_parts]
-        metrics[f"reward/{part}"] = _mean(values)
+    for part in sorted({name for t in trajectories for name in t.reward_parts}):
+        metrics[f"reward/{part}"] = _mean([t.reward_parts[part] for t in trajectories if part in t.reward_parts])
+    return metrics
+
+
+def evaluation_metrics(by_prompt: Sequence[Sequence[Trajectory]], pass_threshold: float) -> dict[str, float]:
+    """Metrics of trajectories grouped by prompt (every group at least one).
+
+    As :func:`trajectory_metrics`, but ``reward/mean`` is avg@k, the mean over prompts of the mean reward, and
+    ``reward/pass`` is pass@k, the share of prompts with at least one reward above ``pass_threshold``.
+    """
+    rewards = [[t.reward for t in group] for group in by_prompt]
+    return trajectory_metrics([t for group in by_prompt for t in group]) | {
+        "reward/mean": _mean([_mean(group) for group in rewards]),
+        "reward/pass": _mean([max(group) > pass_threshold for group in rewards]),
+    }
+
+
+def batch_metrics(trajectories: Sequence[Trajectory], lags: Sequence[int] = ()) -> dict[str, float]:
+    """Metrics of a leased batch: those of its trajectories, and what only training rollouts have.
+
+    How many trajectories have no usable routes although routes were asked for (they take the live router), lags in
+    versions, and the shares of time that trajectories waited for a runner, generated, and waited for tools.
+    """
+    metrics = trajectory_metrics(trajectories)
+    metrics["rollout/routes_missing"] = float(sum(t.route_error is not None for t in trajectories))
     if lags:
         metrics |= {
             "policy_lag/min": float(min(lags)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_fr.agents.contract import Outcome, Prompt
@@ -17,13 +17,23 @@ class ProbeSampler:
 
     Args:
         prompts: a random one begins each trajectory; at least one.
+        template_kwargs: further variables of the chat template.
     """
 
-    def __init__(self, tokenizer: Any, prompts: Sequence[Prompt], limits: ModelLimits, *, want_routes: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompts: Sequence[Prompt],
+        limits: ModelLimits,
+        *,
+        want_routes: bool,
+        template_kwargs: Mapping[str, Any],
+    ) -> None:
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._limits = limits
         self._want_routes = want_routes
+        self._template_kwargs = template_kwargs
 
     async def sample(self, client: EngineClient, max_tokens: int) -> Trajectory:
         """A trajectory of ``max_tokens`` action tokens with reward 0.
@@ -52,7 +62,9 @@ class ProbeSampler:
     def _encode(self, prompt: Prompt) -> list[int]:
         messages = [dict(m) for m in prompt.messages]
         if getattr(self._tokenizer, "chat_template", None):
-            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **self._template_kwargs
+            )
         else:
             text = "\n".join(str(m.get("content")) for m in messages)
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from megatron_fr.agents.contract import Prompt
 from megatron_fr.agents.registry import make_agent
 from megatron_fr.agents.rewards import RewardRunner
 from megatron_fr.config import RunConfig
@@ -23,7 +22,7 @@ from megatron_fr.hf.folder import read_spec
 from megatron_fr.rollout import setup
 from megatron_fr.rollout.endpoints import Endpoints
 from megatron_fr.rollout.episode import EpisodeRunner
-from megatron_fr.rollout.evaluate import evaluate
+from megatron_fr.rollout.evaluate import HeldOut, evaluate_sets, load_held_out
 from megatron_fr.rollout.event_loop_delay import EventLoopDelay
 from megatron_fr.rollout.probe import ProbeSampler
 from megatron_fr.rollout.prompts import load_prompts
@@ -98,11 +97,11 @@ class RolloutService:
         want_routes = setup.wants_routes(config, limits)
         tokenizer = setup.load_tokenizer(config.model.path)
         prompts = load_prompts(config.data.train, config.data.train_split)
-        held_out = load_prompts(config.data.eval, config.data.eval_split) if config.data.eval else []
+        held_out = load_held_out(config)
         specs = setup.engine_specs(config, device, limits)
         restored = read_state(self._restore) if self._restore is not None else None
 
-        rewards = await self._started(RewardRunner(config.reward))
+        rewards = await self._started(RewardRunner(config.reward, Path(config.output) / "logs" / "reward.log"))
         agent = await self._started(make_agent(config.agent, tokenizer))
         fleet = await self._started(
             Fleet(specs, limits, temperature=rollout.temperature, request_timeout_s=rollout.request_timeout_s)
@@ -120,7 +119,13 @@ class RolloutService:
         endpoints = Endpoints(
             fleet,
             rollouts,
-            ProbeSampler(tokenizer, prompts, limits, want_routes=want_routes),
+            ProbeSampler(
+                tokenizer,
+                prompts,
+                limits,
+                want_routes=want_routes,
+                template_kwargs=config.agent.chat_template_kwargs,
+            ),
             evaluate=self._evaluation(episodes, held_out),
             event_loop_delay=delay,
             failure=self.failure,
@@ -140,16 +145,15 @@ class RolloutService:
         return part
 
     def _evaluation(
-        self, episodes: EpisodeRunner, held_out: Sequence[Prompt]
+        self, episodes: EpisodeRunner, held_out: Sequence[HeldOut]
     ) -> Callable[..., Awaitable[tuple[dict[str, float], int]]] | None:
-        evaluation = self._config.evaluation
         if not held_out:
             return None
         return partial(
-            evaluate,
+            evaluate_sets,
             episodes,
-            held_out[: evaluation.num_prompts],
-            samples=evaluation.samples,
+            held_out,
+            pass_threshold=self._config.evaluation.pass_threshold,
             concurrency=self._config.rollout.max_concurrent_trajectories,
         )
 

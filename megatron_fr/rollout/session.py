@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from megatron_fr.trajectory import NO_VERSION, ModelLimits, Timings, Trajectory
 
 # An engine that aborts again and again without producing a token will not produce one.
 _MAX_EMPTY_ABORTS = 8
+#: Of a prompt's metadata, and of an agent's info, that travel with a trajectory.
+MAX_JSON_BYTES = 4096
 
 
 class EngineSession:
@@ -27,6 +30,7 @@ class EngineSession:
         limits: the model's sizes; ``max_context`` bounds all tokens.
         max_new_tokens: bound of the action tokens over all turns.
         want_routes: ask for routes and stitch the turns' rows together.
+        temperature: of sampling; None is the run's own.
         probe: read nothing from the prefix cache and go on after end tokens, to see what the engine computes now.
     """
 
@@ -37,12 +41,14 @@ class EngineSession:
         *,
         max_new_tokens: int,
         want_routes: bool,
+        temperature: float | None = None,
         probe: bool = False,
     ) -> None:
         self._client = client
         self._limits = limits
         self._max_new_tokens = max_new_tokens
         self._want_routes = want_routes
+        self._temperature = temperature
         self._probe = probe
         self._tokens: list[int] = []
         self._mask: list[bool] = []
@@ -108,6 +114,7 @@ class EngineSession:
         reward: float,
         reward_parts: Mapping[str, float],
         queued_s: float = 0.0,
+        metadata: Mapping[str, Any] | None = None,
     ) -> Trajectory:
         """The trajectory so far.
 
@@ -133,6 +140,8 @@ class EngineSession:
             finish_reason=outcome.finish_reason,
             timings=Timings(queued_s, self._generating_s, outcome.tools_s),
             route_error=route_error,
+            metadata=dict(metadata or {}),
+            info=bounded_json(outcome.info),
         )
 
     async def _request(self, stop_token_ids: Sequence[int], max_new_tokens: int, *, resumed: bool) -> Completion:
@@ -149,6 +158,7 @@ class EngineSession:
                 # its keys, values and routes would be replaced by those that the older ones left there.
                 reuse_prefix=not resumed,
                 ignore_eos=self._probe,
+                temperature=self._temperature,
             )
         finally:
             self._generating_s += time.monotonic() - started
@@ -195,3 +205,16 @@ class EngineSession:
         self._mask += [acted] * len(token_ids)
         self._logprobs += logprobs
         self._versions += versions
+
+
+def bounded_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` as JSON holds them (what it cannot hold becomes text), the smallest up to :data:`MAX_JSON_BYTES`."""
+    encoded = {str(key): json.dumps(value, default=str) for key, value in values.items()}
+    kept: dict[str, Any] = {}
+    total = 0
+    for key, text in sorted(encoded.items(), key=lambda item: len(item[1])):
+        total += len(key) + len(text)
+        if total > MAX_JSON_BYTES:
+            break
+        kept[key] = json.loads(text)
+    return kept

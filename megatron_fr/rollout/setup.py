@@ -73,7 +73,7 @@ def engine_specs(config: RunConfig, device: Device, limits: ModelLimits) -> list
                 f"GPUs, {visible} are visible; start fewer engines, or show the rollout service more GPUs"
             )
     # An evaluation has as many trajectories under way as the runners, beside them.
-    beside = 1 if config.data.eval is None else 2
+    beside = 2 if config.evaluation_sets else 1
     share = -(-beside * rollout.max_concurrent_trajectories // rollout.engines)
     return [
         EngineSpec(

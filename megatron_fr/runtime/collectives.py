@@ -36,5 +36,5 @@ def from_source[T](make: Callable[[], T], source: int, group: dist.ProcessGroup 
     if box[1] is not None:
         kind, message = box[1]
         raise kind(message)
-    made: T = box[0]
-    return made
+    result: T = box[0]
+    return result

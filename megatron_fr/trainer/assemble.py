@@ -55,7 +55,7 @@ def train(
             loader=loader,
             step=policy.step,
             sync=sync,
-            evaluation=Evaluation(client, stop, enabled=config.data.eval is not None),
+            evaluation=Evaluation(client, stop, enabled=bool(config.evaluation_sets)),
             checkpoints=checkpoints,
             export=WeightExport(config.output, policy.save_hf),
             record=record,

@@ -23,7 +23,7 @@ class RunPosition:
     Attributes:
         update: updates done.
         version: version of the weights; updates without a step do not raise it.
-        score: ``eval/reward`` of these weights, None before they are evaluated.
+        score: held-out reward of these weights, of the first set, None before they are evaluated.
     """
 
     update: int = 0
@@ -107,7 +107,8 @@ class TrainerLoop:
 
     def _evaluate(self, name: str) -> dict[str, float]:
         metrics = self.evaluation.run(name)
-        self.position.score = metrics.get("eval/reward", self.position.score)
+        rewards = [value for name, value in metrics.items() if name.endswith("/reward/mean")]
+        self.position.score = rewards[0] if rewards else self.position.score
         return metrics
 
     def _due(self, every: int) -> bool:

@@ -75,6 +75,19 @@ def reduce_results(
     return metrics
 
 
+def reduce_own_statistics(results: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """``loss/...``: sums over all micro-batches and ranks of what the user's own loss returned; a collective."""
+    mine: list[dict[str, float]] = []
+    if parallel_state.get_tensor_model_parallel_rank() == 0:
+        mine = [{name: float(value) for name, value in result["own"].items()} for result in results]
+    gathered: list[list[dict[str, float]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, mine)
+    totals: dict[str, float] = {}
+    for name, value in (item for found in gathered for part in found for item in part.items()):
+        totals[f"loss/{name}"] = totals.get(f"loss/{name}", 0.0) + value
+    return totals
+
+
 def _first_fault(faults: Sequence[str]) -> str:
     """Message of the lowest rank that has one, gathered on every rank."""
     gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]

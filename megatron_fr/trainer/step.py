@@ -21,11 +21,12 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron_fr.errors import UpdateError
 from megatron_fr.models.layers.aux_loss import aux_loss_metrics, reset_aux_loss, router_padding
 from megatron_fr.trainer.data.batch import MicroBatch
 from megatron_fr.trainer.head import HeadTask, LogprobHead
 from megatron_fr.trainer.objective import BatchConstants, Objective
-from megatron_fr.trainer.reduce import reduce_results
+from megatron_fr.trainer.reduce import reduce_own_statistics, reduce_results
 from megatron_fr.trainer.routing_replay import RoutingReplay
 
 
@@ -89,6 +90,8 @@ class TrainStep:
         metrics = reduce_results(
             batches, results, self._faults(results), live=live, routes=self._routes, constants=constants, device=device
         )
+        if self.objective.own:
+            metrics |= reduce_own_statistics(results)
         metrics |= aux_loss_metrics(self.chunks[0].config, len(batches), device)
         if live is not None:
             metrics["time/replay_check"] = replay_check_s
@@ -179,12 +182,12 @@ class TrainStep:
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         logprobs, entropy = output
         try:
-            loss, stats = self.objective.loss(batch, logprobs, entropy, constants)
-        except FloatingPointError as error:
+            loss, stats, own = self.objective.loss(batch, logprobs, entropy, constants)
+        except (FloatingPointError, UpdateError) as error:
             # The other ranks are inside their schedules: finish with them, then fail together.
             return logprobs.sum() * 0, {"fault": str(error)}
         entropy_sum = torch.where(batch.action_mask, entropy, 0).double().sum()
-        report = {"loss": loss.detach().double(), "entropy_sum": entropy_sum, "stats": stats}
+        report = {"loss": loss.detach().double(), "entropy_sum": entropy_sum, "stats": stats, "own": own}
         return loss * scale, report | {"logprobs": logprobs.detach()}
 
     def _inference_loss(

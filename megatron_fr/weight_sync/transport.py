@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Protocol, cast
 import torch
 
 from megatron_fr.config.sections import SyncConfig
-from megatron_fr.errors import ConfigError
+from megatron_fr.runtime.importing import import_object
 from megatron_fr.weight_sync.engines import EngineCalls
 
 _BUILT_IN = {
@@ -75,12 +74,4 @@ def make_transport(context: TransportContext) -> Transport:
         ConfigError: its module or class cannot be imported.
     """
     name = context.config.transport
-    module, _, attribute = _BUILT_IN.get(name, name).partition(":")
-    try:
-        factory = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # a module of the user's may raise anything
-        raise ConfigError(
-            f"sync.transport={name!r} cannot be imported ({type(error).__name__}: {error}); write broadcast, disk, or "
-            "module:Class of a class on PYTHONPATH"
-        ) from error
-    return cast(Transport, factory(context))
+    return cast(Transport, import_object(_BUILT_IN.get(name, name), "sync.transport")(context))

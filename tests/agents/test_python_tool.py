@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from megatron_fr.agents.arithmetic import questions
+from megatron_fr.agents.chat import Chat
 from megatron_fr.agents.contract import Outcome, Prompt
 from megatron_fr.agents.python_schema import PYTHON_TOOL_SCHEMA
 from megatron_fr.agents.python_tool import PythonToolAgent
 from megatron_fr.agents.registry import make_agent
 from megatron_fr.config import AgentConfig, ToolLimits
 from megatron_fr.errors import ConfigError
+from megatron_fr.tiny import make_tokenizer
 from megatron_fr.tiny.traces import MODES, Mode, trace
 from megatron_fr.tiny.warmup import encode_trace
 from tests.support.scripted import ScriptedSession
@@ -211,6 +213,35 @@ def test_agents_are_made_by_name_or_path(tokenizer: Any) -> None:
     outcome = asyncio.run(by_path.rollout(QUESTION, session))
     assert (outcome.finish_reason, outcome.num_turns, outcome.num_tool_calls) == ("stop", 1, 0)
     assert "Tools:" not in tokenizer.decode(session.tokens)
+
+
+class Optioned:
+    def __init__(self, tokenizer: Any, config: AgentConfig, *, size: int) -> None:
+        self.size = size
+
+
+def test_options_reach_an_agent_of_ones_own_and_those_it_does_not_take_are_refused(tokenizer: Any) -> None:
+    kind = f"{__name__}:Optioned"
+    agent: Any = make_agent(AgentConfig(kind=kind, args={"size": 3}), tokenizer)
+    assert agent.size == 3
+    for config in (AgentConfig(kind=kind, args={"colour": 1}), AgentConfig(args={"size": 3})):
+        with pytest.raises(ConfigError, match=r"agent.args=.* do not fit agent.kind=.*called with"):
+            make_agent(config, tokenizer)
+
+
+def test_template_variables_of_the_configuration_are_in_every_rendering(tokenizer: Any) -> None:
+    thinking = make_tokenizer()
+    tail = "{%- if add_generation_prompt and enable_thinking is false %}<think></think>{% endif %}"
+    thinking.chat_template += tail
+    options = {"enable_thinking": False}
+    for kind in ("python_tool", "single_turn"):
+        agent = make_agent(AgentConfig(kind=kind, chat_template_kwargs=options), thinking)
+        session = ScriptedSession([encode(thinking, "Done.<|im_end|>")])
+        asyncio.run(agent.rollout(QUESTION, session))
+        assert thinking.decode(session.observed[0]).endswith("<think></think>")
+    chat = Chat(thinking, [PYTHON_TOOL_SCHEMA], options)
+    assert thinking.decode(chat.observation(["7"])).endswith("<think></think>")
+    assert not thinking.decode(Chat(thinking).prompt(QUESTION.messages)).endswith("<think></think>")
 
 
 @pytest.mark.parametrize(

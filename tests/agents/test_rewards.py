@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ import pytest
 from megatron_fr.agents.contract import Prompt, RewardInput
 from megatron_fr.agents.rewards import FatalRewardError, RewardRunner
 from megatron_fr.config import RewardConfig
-from megatron_fr.errors import RewardError
+from megatron_fr.errors import ConfigError, RewardError
 
 BY_TEXT = "tests.support.reward_functions:by_text"
 
@@ -20,12 +23,15 @@ BY_TEXT = "tests.support.reward_functions:by_text"
 def episode(text: str) -> RewardInput:
     prompt = Prompt("p7", ({"role": "user", "content": "hé?"},), 42, {"level": [1, None]})
     messages = (*prompt.messages, {"role": "assistant", "content": text})
-    return RewardInput(prompt, messages, text, "length", 3, 1)
+    more: dict[str, Any] = {"num_turns": 2, "token_ids": (5, 6, 7), "num_action_tokens": 2, "info": {"seed": 9}}
+    return RewardInput(prompt, messages, text, "length", 3, 1, reward={"reward": 0.25}, **more)
 
 
-def scored[T](function: str, work: Callable[[RewardRunner], Awaitable[T]], **config: Any) -> T:
+def scored[T](
+    function: str | None, work: Callable[[RewardRunner], Awaitable[T]], log: Path | None = None, **config: Any
+) -> T:
     async def main() -> T:
-        runner = RewardRunner(RewardConfig(function=function, **config))
+        runner = RewardRunner(RewardConfig(function=function, **config), log)
         await runner.start()
         try:
             return await work(runner)
@@ -36,9 +42,40 @@ def scored[T](function: str, work: Callable[[RewardRunner], Awaitable[T]], **con
 
 
 def test_the_function_gets_the_whole_input_and_its_parts_come_back() -> None:
-    reward, parts = scored("tests.support.reward_functions:echo", lambda runner: runner.score(episode("0.5")))
+    function, args = "tests.support.reward_functions:echo", {"weight": 0.1}
+    reward, parts = scored(function, lambda runner: runner.score(episode("0.5")), args=args)
     assert reward == 0.5
-    assert parts == {"calls": 3.0, "errors": 1.0, "answer": 42.0}
+    counts = {"calls": 3.0, "errors": 1.0, "answer": 42.0, "tokens": 18.0, "acted": 2.0, "turns": 2.0, "seed": 9.0}
+    assert parts == {"weight": 0.1, **counts}
+
+
+def test_what_a_call_prints_and_its_traceback_are_in_the_log_with_file_and_line(tmp_path: Path) -> None:
+    async def work(runner: RewardRunner) -> None:
+        with pytest.raises(RewardError):
+            await runner.score(episode("raise"))
+        await runner.score(episode("x"))
+
+    log = tmp_path / "logs" / "reward.log"
+    scored(BY_TEXT, work, log=log)
+    text = log.read_text()
+    assert "prompt 'p7': ValueError: this is not a number\n" in text
+    assert re.search(r'File ".*reward_functions\.py", line \d+, in by_text\n', text)
+    assert text.count("prompt 'p7'") == 1  # a call that prints nothing and succeeds leaves no line
+
+
+def test_without_a_function_the_agents_own_reward_counts() -> None:
+    async def work(runner: RewardRunner) -> None:
+        assert await runner.score(replace(episode("x"), reward=0.5)) == (0.5, {})
+        assert await runner.score(replace(episode("x"), reward={"reward": 1, "won": True})) == (1.0, {"won": 1.0})
+        for reward, reason in (
+            (None, "returned None"),
+            ({"won": 1.0}, "without 'reward'"),
+            (float("inf"), "reward=inf"),
+        ):
+            with pytest.raises(RewardError, match=f"the agent's reward on prompt 'p7': .*{reason}"):
+                await runner.score(replace(episode("x"), reward=reward))
+
+    scored(None, work)
 
 
 def test_a_plain_number_is_a_reward_without_parts() -> None:
@@ -53,6 +90,7 @@ def test_a_plain_number_is_a_reward_without_parts() -> None:
         ("nan", "returned reward=nan"),
         ("none", "TypeError"),
         ("no reward", "without 'reward'"),
+        ("taken name", r"returned the parts \['pass'\], metrics of the reward itself; rename them"),
     ],
 )
 def test_a_failing_call_is_an_error_with_its_reason_and_the_runner_goes_on(text: str, reason: str) -> None:
@@ -137,13 +175,13 @@ def test_a_function_that_cannot_be_imported_is_refused_at_the_start(function: st
     async def main() -> None:
         runner = RewardRunner(RewardConfig(function=function))
         try:
-            with pytest.raises(RewardError) as caught:
+            with pytest.raises(ConfigError) as caught:
                 await runner.start()
         finally:
             await runner.stop()
         assert f"reward.function={function!r}" in str(caught.value)
         assert reason in str(caught.value)
-        assert "give module:function" in str(caught.value)
+        assert "give module:name" in str(caught.value)
 
     asyncio.run(main())
 

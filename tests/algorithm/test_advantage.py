@@ -5,14 +5,13 @@ import statistics
 import pytest
 import torch
 
-from megatron_fr.algorithm.advantage import (
-    ADVANTAGES,
-    GROUP_STD_EPS,
-    batch_mean_advantages,
-    compute_advantages,
-    has_signal,
-    register_advantage,
-)
+from megatron_fr.algorithm import RewardBatch, batch_mean_advantages, compute_advantages, has_signal
+from megatron_fr.algorithm.advantage import GROUP_STD_EPS
+
+
+def advantages_of(name, rewards, group_ids=None):
+    return compute_advantages(name, RewardBatch(rewards, group_ids))
+
 
 REWARDS = torch.tensor([1.0, 0.0, 0.25, 0.75, 0.0, 1.0], dtype=torch.float64)
 
@@ -29,12 +28,12 @@ def test_batch_mean_does_not_divide_by_the_standard_deviation():
 def test_leave_one_out_compares_with_the_mean_of_the_others():
     values = REWARDS.tolist()
     expected = [r - statistics.mean(values[:i] + values[i + 1 :]) for i, r in enumerate(values)]
-    assert compute_advantages("leave_one_out", REWARDS).tolist() == pytest.approx(expected, abs=1e-14)
+    assert advantages_of("leave_one_out", REWARDS).tolist() == pytest.approx(expected, abs=1e-14)
 
 
 def test_groups_are_normalised_by_their_own_mean_and_sample_deviation_in_any_order():
     groups = ["a", "b", "a", "b", "a", "b"]
-    got = compute_advantages("group", REWARDS, groups).tolist()
+    got = advantages_of("group", REWARDS, groups).tolist()
     for name in "ab":
         rows = [i for i, g in enumerate(groups) if g == name]
         members = [REWARDS[i].item() for i in rows]
@@ -44,7 +43,7 @@ def test_groups_are_normalised_by_their_own_mean_and_sample_deviation_in_any_ord
 
 
 def test_an_all_equal_group_gets_zero_and_no_nan():
-    got = compute_advantages("group", torch.tensor([1.0, 1, 0, 1]), [0, 0, 1, 1])
+    got = advantages_of("group", torch.tensor([1.0, 1, 0, 1]), [0, 0, 1, 1])
     assert got[:2].tolist() == [0, 0]
     assert got.isfinite().all()
 
@@ -52,8 +51,8 @@ def test_an_all_equal_group_gets_zero_and_no_nan():
 def test_positive_only_zeroes_the_failures_and_none_is_the_raw_reward():
     mean = REWARDS.mean().item()
     expected = [max(r - mean, 0) for r in REWARDS.tolist()]
-    assert compute_advantages("positive_only", REWARDS).tolist() == pytest.approx(expected)
-    assert torch.equal(compute_advantages("none", REWARDS), REWARDS)
+    assert advantages_of("positive_only", REWARDS).tolist() == pytest.approx(expected)
+    assert torch.equal(advantages_of("none", REWARDS), REWARDS)
 
 
 def test_float32_rewards_are_averaged_in_float64():
@@ -74,7 +73,7 @@ def test_equal_rewards_carry_no_signal_and_groups_are_judged_one_by_one():
 
 def test_what_makes_no_sense_is_refused_with_the_reason():
     with pytest.raises(ValueError, match="unknown; choose one of batch_mean, group"):
-        compute_advantages("mean", REWARDS)
+        advantages_of("mean", REWARDS)
     with pytest.raises(ValueError, match="reward 1 is nan"):
         batch_mean_advantages(torch.tensor([1.0, float("nan")]))
     with pytest.raises(ValueError, match="expected \\[B\\]"):
@@ -82,12 +81,31 @@ def test_what_makes_no_sense_is_refused_with_the_reason():
     with pytest.raises(TypeError, match="int64"):
         batch_mean_advantages(torch.tensor([1, 0]))
     with pytest.raises(ValueError, match="needs group_ids"):
-        compute_advantages("group", REWARDS)
+        advantages_of("group", REWARDS)
     with pytest.raises(ValueError, match="2 group_ids for 6 rewards"):
-        compute_advantages("group", REWARDS, ["a", "b"])
+        advantages_of("group", REWARDS, ["a", "b"])
     with pytest.raises(ValueError, match="'c' has one trajectory"):
-        compute_advantages("group", REWARDS, ["a", "a", "b", "b", "b", "c"])
+        advantages_of("group", REWARDS, ["a", "a", "b", "b", "b", "c"])
     with pytest.raises(ValueError, match="batch of 1"):
-        compute_advantages("leave_one_out", torch.ones(1))
-    with pytest.raises(ValueError, match="registered already"):
-        register_advantage("none")(ADVANTAGES["none"])
+        advantages_of("leave_one_out", torch.ones(1))
+
+
+def test_a_function_of_ones_own_sees_the_whole_batch_and_its_answer_is_checked():
+    batch = RewardBatch(
+        rewards=REWARDS,
+        group_ids=list("aabbcc"),
+        action_tokens=torch.tensor([1, 2, 3, 4, 5, 6]),
+        lags=torch.tensor([0, 1, 0, 1, 0, 1]),
+        metadata=[{"hard": i % 2} for i in range(6)],
+    )
+
+    def own(seen):
+        assert seen is batch
+        weight = torch.tensor([1 + m["hard"] for m in seen.metadata])
+        return weight * seen.rewards / seen.action_tokens + seen.lags
+
+    expected = [(1 + i % 2) * r / (i + 1) + i % 2 for i, r in enumerate(REWARDS.tolist())]
+    assert compute_advantages(own, batch).tolist() == pytest.approx(expected)
+    for wrong in (REWARDS[:2], REWARDS / 0):
+        with pytest.raises(ValueError, match="must return 6 finite numbers"):
+            compute_advantages(lambda seen, wrong=wrong: wrong, batch)

@@ -48,12 +48,12 @@ def test_a_resumed_run_appends_and_its_repeated_updates_replace_the_first_ones(t
 
 def test_an_evaluation_row_joins_the_update_it_belongs_to(tmp_path):
     with MetricsWriter(tmp_path) as writer:
-        writer.write({"update": 0, "eval/reward": 0.1})
+        writer.write({"update": 0, "eval/reward/mean": 0.1})
         writer.write({"update": 1, "reward/mean": 0.2})
-        writer.write({"update": 1, "eval/reward": 0.3})
+        writer.write({"update": 1, "eval/reward/mean": 0.3})
     rows = read_metrics(writer.path)
     assert [row["update"] for row in rows] == [0, 1]
-    assert (rows[1]["reward/mean"], rows[1]["eval/reward"]) == (0.2, 0.3)
+    assert (rows[1]["reward/mean"], rows[1]["eval/reward/mean"]) == (0.2, 0.3)
 
 
 def test_a_missing_empty_or_damaged_record_is_one_clear_error(tmp_path):

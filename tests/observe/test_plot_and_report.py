@@ -16,7 +16,7 @@ def run_dir(tmp_path):
     """Forty updates whose reward rises from 0.1 to 0.9, one of them without signal."""
     folder = tmp_path / "rising"
     with MetricsWriter(folder) as writer:
-        writer.write({"update": 0, "version": 0, "eval/reward": 0.1, "eval/tool_calls": 0.2})
+        writer.write({"update": 0, "version": 0, "eval/reward/mean": 0.1, "eval/tools/calls": 0.2})
         for update in range(1, 41):
             done = update / 40
             row = {
@@ -33,12 +33,12 @@ def run_dir(tmp_path):
             if update % 10 == 0:
                 row["policy/train_rollout_logprob_diff_without_replay"] = 6e-2
             if update == 30:
-                row |= {"eval/reward": 0.95, "eval/tool_calls": 1.9}
+                row |= {"eval/reward/mean": 0.95, "eval/tools/calls": 1.9}
             if update == 12:
                 row["train/loss"] = math.nan
             row["rollout/routes_missing"] = 2 * (update == 7)
             writer.write(row)
-        writer.write({"update": 40, "version": 40, "eval/reward": 0.9, "eval/tool_calls": 2.0})
+        writer.write({"update": 40, "version": 40, "eval/reward/mean": 0.9, "eval/tools/calls": 2.0})
     return folder
 
 
@@ -78,7 +78,7 @@ def test_the_drift_panel_shows_what_the_difference_would_be_without_replay(run_d
 @pytest.mark.slow
 def test_a_record_of_one_evaluation_and_no_update_can_be_drawn(tmp_path):
     with MetricsWriter(tmp_path) as writer:
-        writer.write({"update": 0, "eval/reward": 0.1})
+        writer.write({"update": 0, "eval/reward/mean": 0.1})
     assert plot_run(writer.path, tmp_path / "x.png").stat().st_size > 10_000
     assert "best held-out reward  0.100 at update 0" in report_run(tmp_path)
 

@@ -29,7 +29,7 @@ def test_what_replay_saves_is_shown_where_it_was_measured():
 
 
 def test_missing_and_null_metrics_show_as_a_dash_and_special_updates_say_so():
-    line = Progress(9).line({"update": 1, "reward/mean": None, "train/stepped": False, "eval/reward": 0.5})
+    line = Progress(9).line({"update": 1, "reward/mean": None, "train/stepped": False, "eval/reward/mean": 0.5})
     assert "reward - | tool calls - | lag - (max -)" in line
     assert line.endswith("no signal, no step | held-out reward 0.500")
 
@@ -100,6 +100,6 @@ def test_one_odd_batch_and_tasks_without_tools_raise_no_alarm():
 
 
 def test_the_line_before_the_first_batch_shows_only_what_is_known() -> None:
-    row = {"update": 0, "sync/probe_logprob_diff": 2e-7, "eval/reward": 0.41}
+    row = {"update": 0, "sync/probe_logprob_diff": 2e-7, "eval/reward/mean": 0.41}
     assert Progress(80).line(row) == "update  0/80 | first sync: logprob diff 2.0e-07 | held-out reward 0.410"
     assert Progress(80).line({"update": 0}) == "update  0/80 | first sync: logprob diff -"

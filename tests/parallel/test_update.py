@@ -45,6 +45,10 @@ def test_one_update_equals_the_reference_in_every_layout(
         checked = scenario in ("moe", "glm", "grpo") and train.items() >= CHECK.items()
         problems += compare(f"{name}, reference", found, cases[scenario].wanted, checked=checked)
         problems += compare(f"{name}, one process", found, one_process[scenario])
+        if scenario == "own_loss":
+            # What the loss returned beside itself, summed over micro-batches and ranks.
+            assert found.metrics["loss/token_share"] == pytest.approx(1.0, abs=1e-6)
+            assert found.metrics["loss/loss_again"] == pytest.approx(found.metrics["train/loss"], rel=1e-6)
         for answer in ranks:
             # One forward of each model chunk a micro-batch: gates, ratios and gradients all come out of it.
             assert set(answer["model_calls"]) == {answer["micro_batches"] * (2 if checked else 1)}

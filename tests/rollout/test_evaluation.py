@@ -9,8 +9,8 @@ import pytest
 from megatron_fr.agents.contract import Prompt
 from megatron_fr.agents.rewards import FatalRewardError
 from megatron_fr.errors import EngineError, RolloutEnded
-from megatron_fr.rollout.evaluate import evaluate, summarise
-from megatron_fr.rollout.metrics import batch_metrics
+from megatron_fr.rollout.evaluate import HeldOut, evaluate, evaluate_sets
+from megatron_fr.rollout.metrics import batch_metrics, evaluation_metrics
 from megatron_fr.trajectory import Timings, Trajectory
 from tests.support.samples import trajectory
 
@@ -22,11 +22,12 @@ def test_avg_at_k_averages_within_prompts_first_and_pass_at_k_takes_the_best() -
         [trajectory("a0", reward=1.0), trajectory("a1", reward=0.0)],
         [trajectory("b0", reward=0.0, finish_reason="length", num_tool_calls=4)],
     ]
-    metrics = summarise(groups)
-    assert metrics["reward"] == 0.25  # not 1/3, the mean over trajectories
-    assert metrics["pass"] == 0.5
-    assert metrics["tool_calls"] == pytest.approx(4 / 3)
-    assert metrics["truncated"] == pytest.approx(1 / 3)
+    metrics = evaluation_metrics(groups, 0.5)
+    assert metrics["reward/mean"] == 0.25  # not 1/3, the mean over trajectories
+    assert metrics["reward/pass"] == 0.5
+    assert metrics["tools/calls"] == pytest.approx(4 / 3)
+    assert metrics["trajectory/truncated"] == pytest.approx(1 / 3)
+    assert [evaluation_metrics(groups, threshold)["reward/pass"] for threshold in (-0.5, 1.0)] == [1.0, 0.0]
 
 
 def test_a_part_of_the_reward_is_averaged_over_those_that_have_it_in_evaluation_as_in_training() -> None:
@@ -35,18 +36,22 @@ def test_a_part_of_the_reward_is_averaged_over_those_that_have_it_in_evaluation_
         trajectory("b", reward_parts={"format": 1.0}),
         trajectory("c"),
     ]
-    held_out, training = summarise([group[:1], group[1:]]), batch_metrics(group)
-    assert (held_out["format"], held_out["tests"]) == (0.75, 1.0)
-    assert (training["reward/format"], training["reward/tests"]) == (0.75, 1.0)
+    held_out, training = evaluation_metrics([group[:1], group[1:]], 0.5), batch_metrics(group)
+    for metrics in (held_out, training):
+        assert (metrics["reward/format"], metrics["reward/tests"]) == (0.75, 1.0)
+    only_held_out = {"reward/pass"}
+    assert held_out.keys() - only_held_out == {name for name in training if not name.startswith("rollout/")}
 
 
 class Episodes:
     def __init__(self, always_broken: bool = False) -> None:
         self.attempts: dict[str, int] = {}
+        self.temperatures: set[float | None] = set()
         self.running = self.most_running = 0
         self.always_broken = always_broken
 
-    async def run(self, prompt: Prompt, *, trajectory_id: str, group_id: str) -> Trajectory:
+    async def run(self, prompt: Prompt, *, trajectory_id: str, group_id: str, temperature: float | None) -> Trajectory:
+        self.temperatures.add(temperature)
         self.running += 1
         self.most_running = max(self.running, self.most_running)
         await asyncio.sleep(0.001)
@@ -58,22 +63,34 @@ class Episodes:
 
 
 def run(episodes: Any, prompts: list[Prompt] = PROMPTS) -> tuple[dict[str, float], int]:
-    return asyncio.run(evaluate(episodes, prompts, samples=2, concurrency=3, name="x"))
+    return asyncio.run(evaluate(episodes, HeldOut("", prompts, 2, 0.5), concurrency=3, pass_threshold=0.5, name="x"))
 
 
 def test_an_evaluation_plays_every_prompt_k_times_and_tries_failures_again() -> None:
     episodes = Episodes()
     metrics, count = run(episodes)
-    assert (count, metrics["failed"]) == (6, 0)
-    assert metrics["reward"] == pytest.approx(1 / 3)
-    assert metrics["answered"] == 1.0
+    assert (count, metrics["trajectory/failed"]) == (6, 0)
+    assert metrics["reward/mean"] == pytest.approx(1 / 3)
+    assert metrics["reward/answered"] == 1.0
+    assert episodes.temperatures == {0.5}
     assert episodes.most_running == 3
     assert sorted(episodes.attempts.values()) == [1, 1, 1, 1, 3, 3]
 
 
+def test_named_sets_are_evaluated_in_turn_each_in_its_own_way() -> None:
+    episodes = Episodes()
+    sets = [HeldOut("easy", PROMPTS[:1], 3, 0.0), HeldOut("hard", PROMPTS[1:2], 1, None)]
+    metrics, count = asyncio.run(evaluate_sets(episodes, sets, concurrency=2, pass_threshold=0.5, name="x"))
+    assert count == 4
+    assert (metrics["easy/reward/mean"], metrics["hard/reward/mean"]) == (1.0, 0.0)
+    assert next(name for name in metrics if name.endswith("/reward/mean")) == "easy/reward/mean"
+    assert episodes.temperatures == {0.0, None}
+    assert {name.rsplit("-", 2)[0] for name in episodes.attempts} == {"eval-x-easy", "eval-x-hard"}
+
+
 def test_what_cannot_be_scored_is_counted_and_left_out() -> None:
     metrics, count = run(Episodes(always_broken=True))
-    assert (count, metrics["failed"], metrics["reward"]) == (4, 2, 0.5)
+    assert (count, metrics["trajectory/failed"], metrics["reward/mean"]) == (4, 2, 0.5)
 
 
 def test_an_evaluation_without_any_score_is_an_error_with_the_last_reason() -> None:
@@ -89,7 +106,7 @@ def test_an_agent_that_raises_something_of_its_own_costs_its_trajectory_alone() 
             return await super().run(prompt, **names)
 
     metrics, count = run(Buggy())
-    assert (count, metrics["failed"]) == (4, 2)
+    assert (count, metrics["trajectory/failed"]) == (4, 2)
 
 
 def test_a_reward_function_that_keeps_failing_ends_the_evaluation() -> None:

@@ -107,8 +107,14 @@ def config(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path
         "rollout": {"max_concurrent_trajectories": 12, "max_context": 512, "max_new_tokens": 64, "max_policy_lag": LAG},
         "agent": {"kind": "python_tool", "max_turns": 3, "tool": {"require_network_isolation": False}},
         "reward": {"function": "megatron_fr.agents.arithmetic:exact_answer"},
-        "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "eval.jsonl")},
-        "evaluation": {"num_prompts": 5, "samples": 2},
+        "data": {"train": str(folder / "train.jsonl")},
+        "evaluation": {
+            "samples": 2,
+            "sets": {
+                "easy": {"data": str(folder / "eval.jsonl"), "num_prompts": 5},
+                "greedy": {"data": str(folder / "eval.jsonl"), "num_prompts": 2, "samples": 1, "temperature": 0},
+            },
+        },
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     return folder / "run.yaml"
@@ -157,6 +163,9 @@ def test_a_batch_can_be_leased_fetched_and_committed(service: Service, models: l
             trajectory.num_action_tokens,
         )
         assert item.lag == 0
+        assert item.metadata.keys() == {"intermediate"}
+        assert item.metadata == trajectory.metadata
+        assert item.reward_parts == trajectory.reward_parts
         assert trajectory.num_action_tokens <= 64
         tokens = trajectory.tokens.tolist()
         logprobs, routes, _ = forward(models[0], tokens)
@@ -219,10 +228,13 @@ def test_the_held_out_evaluation_stays_outside_gate_and_queue(service: Service) 
     answer = httpx.post(f"{service.client.url}/evaluate", json={"name": "start"}, timeout=120)
     assert answer.status_code == 200, answer.text
     body = answer.json()
-    assert body["num_trajectories"] == 10
-    metrics = body["metrics"]
-    assert 0 <= metrics["reward"] <= metrics["pass"] <= 1
-    assert {"tool_calls", "truncated", "action_tokens", "answered"} <= set(metrics)
+    assert body["num_trajectories"] == 12
+    for name in ("easy", "greedy"):
+        metrics = {k.removeprefix(f"{name}/"): v for k, v in body["metrics"].items() if k.startswith(f"{name}/")}
+        assert 0 <= metrics["reward/mean"] <= metrics["reward/pass"] <= 1
+        assert {"tools/calls", "trajectory/truncated", "trajectory/action_tokens_mean", "reward/answered"} <= set(
+            metrics
+        )
     after = service.client.status()
     assert (after["started"], after["queued"]) == (before["started"], before["queued"])
     assert after["tokens_generated"] > before["tokens_generated"]

@@ -177,6 +177,22 @@ def test_logprobs_are_those_of_the_tempered_distribution(
     check(asyncio.run(run()), limits, models[0], temperature=0.6)
 
 
+def test_a_session_may_sample_at_a_temperature_of_its_own(engine: Engine, limits: ModelLimits) -> None:
+    async def main() -> list[list[int]]:
+        async with connect(engine, limits, ignore_eos=True) as client:
+            sampled = []
+            for temperature in (0.0, 0.0, None, None):
+                session = EngineSession(client, limits, max_new_tokens=16, want_routes=False, temperature=temperature)
+                session.observe(PROMPT)
+                await session.generate(stop_token_ids=[])
+                sampled.append(list(session.tokens))
+            return sampled
+
+    greedy, again, one, other = asyncio.run(main())
+    assert greedy == again
+    assert one != other
+
+
 def test_an_engine_without_requests_leaves_the_processor_to_others(engine: Engine) -> None:
     server = psutil.Process(engine.pid)
     family = [server, *server.children(recursive=True)]

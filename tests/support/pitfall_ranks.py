@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_fr.algorithm import RewardBatch
 from megatron_fr.config import RunConfig
 from megatron_fr.trajectory import NO_VERSION, Trajectory, decode
 
@@ -72,7 +73,7 @@ def observe_updates(folder: Path, own_routes: Path) -> dict[str, Any]:
 
     def parts(trajectories: list[Trajectory]) -> tuple[list[Any], BatchConstants]:
         advantages, signal = policy.objective.advantages(
-            [t.reward for t in trajectories], [t.group_id for t in trajectories]
+            RewardBatch(torch.tensor([t.reward for t in trajectories]), [t.group_id for t in trajectories])
         )
         assert signal
         split = [[0, 1], [2, 3], [4]]
@@ -91,7 +92,7 @@ def observe_updates(folder: Path, own_routes: Path) -> dict[str, Any]:
     rejected = step.update(*parts(make_batch(*sizes, behavior=-0.01)))
     answer["rejected"] = {"stepped": rejected.stepped, "metrics": rejected.metrics, "weights": weights()}
     answer["own_routes"] = step.update(*parts(decode(own_routes.read_bytes())), check_replay=True).metrics
-    answer["signal_of_equal_rewards"] = policy.objective.advantages([1.0] * 5, list("abcde"))[1]
+    answer["signal_of_equal_rewards"] = policy.objective.advantages(RewardBatch(torch.ones(5), list("abcde")))[1]
     step.skip()
     answer["skipped_weights"] = weights()
 

@@ -11,13 +11,20 @@ from megatron_fr.agents.contract import RewardInput
 NOT_CALLABLE = 3
 
 
-def echo(episode: RewardInput) -> dict[str, float]:
+def echo(episode: RewardInput, *, weight: float = 1.0) -> dict[str, float]:
     """Proves that every field arrives as it was sent."""
     assert episode.prompt.messages[0]["content"] == "hé?"
     assert isinstance(episode.messages, tuple)
     assert episode.prompt.metadata == {"level": [1, None]}
     assert episode.finish_reason == "length"
+    assert isinstance(episode.token_ids, tuple)
+    assert episode.reward == {"reward": 0.25}
     return {
+        "weight": weight,
+        "tokens": sum(episode.token_ids),
+        "acted": episode.num_action_tokens,
+        "turns": episode.num_turns,
+        "seed": episode.info["seed"],
         "reward": float(episode.final_text),
         "calls": episode.num_tool_calls,
         "errors": float(episode.num_tool_errors),
@@ -38,6 +45,8 @@ def by_text(episode: RewardInput) -> Any:
             return float("nan")
         case "none":
             return None
+        case "taken name":
+            return {"reward": 1.0, "pass": 1.0}
         case "no reward":
             return {"score": 1.0}
         case "slow":

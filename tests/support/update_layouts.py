@@ -69,6 +69,11 @@ LAYOUTS: dict[int, list[Layout]] = {
         ("grpo", {}, TWO),
         ("token", {"cp": 2}, {}),
         ("token", {}, TWO),
+        ("own_loss", {}, TWO),
+        ("own_loss", {"tp": 2}, PACKED),
+        ("own_loss", {"cp": 2}, TWO),
+        ("own_loss", {"cp": 2}, PACKED | FULL),
+        ("own_loss", {"pp": 2}, ONE),
         ("truncated", {"cp": 2}, PACKED),
         ("truncated", {}, TWO),
     ],
@@ -100,6 +105,7 @@ LAYOUTS: dict[int, list[Layout]] = {
         ("dense", {**SEQUENCE, "pp": 2}, PACKED),
         ("dense", VIRTUAL, ALL | FULL | HEAD),
         ("grpo", {"tp": 2, "cp": 2}, PACKED),
+        ("own_loss", {"cp": 2}, TWO),
     ],
 }
 

@@ -43,7 +43,7 @@ class Job:
                 "model": {"path": str(self.folder), "dtype": "float32"},
                 "parallel": self.parallel,
                 "train": {"num_updates": 1, "batch_size": len(scenario.shapes), "micro_batch_size": 3, **self.train},
-                "algorithm": scenario.algorithm,
+                "algorithm": scenario.own_loss or scenario.algorithm,
                 "optimizer": OPTIMIZER,
                 "rollout": {"temperature": TEMPERATURE},
                 "reward": {"function": "unused:unused"},
@@ -168,10 +168,10 @@ def _watch_decisions(objective: Any) -> list[dict[int, Decision]]:
     plain_loss = objective.loss
 
     def watched(*arguments: Any) -> Any:
-        loss, stats = plain_loss(*arguments)
+        loss, stats, own = plain_loss(*arguments)
         rows = zip(stats.trajectory_tokens.tolist(), stats.sequence_kl.tolist(), stats.admitted.tolist(), strict=True)
         decisions.append({tokens: Decision(kl, admitted) for tokens, kl, admitted in rows if tokens})
-        return loss, stats
+        return loss, stats, own
 
     objective.loss = watched
     return decisions

@@ -47,12 +47,14 @@ class Scenario:
         algorithm: fields of the configuration's section.
         replay: whether trajectories have routes.
         shapes: of the batch.
+        own_loss: the configuration's section, where functions of one's own must do what ``algorithm`` says.
     """
 
     model: dict[str, Any]
     algorithm: dict[str, Any]
     replay: bool = False
     shapes: list[tuple[int, list[tuple[int, int]], float, str]] = field(default_factory=lambda: SHAPES)
+    own_loss: dict[str, Any] | None = None
 
 
 #: Vocabulary 515 is odd, so that TP 2 needs a padding row; four layers make two virtual stages on two ranks.
@@ -69,6 +71,16 @@ SCENARIOS: dict[str, Scenario] = {
         MOE, {"name": "grpo", "group_size": 3, "clip_low": 0.2, "clip_high": 0.25}, replay=True, shapes=GROUPED
     ),
     "token": Scenario(DENSE, FLASH | {"reduction": "token_mean", "admission": "token", "delta": 2e-5}),
+    "own_loss": Scenario(
+        MOE,
+        FLASH | {"failure_token_quantile": 1.0},
+        replay=True,
+        own_loss={
+            "loss": "tests.support.own_algorithm:published_loss",
+            "loss_args": {"delta": 1e-3},
+            "advantage": "tests.support.own_algorithm:baseline_advantages",
+        },
+    ),
     "truncated": Scenario(DENSE, FLASH | {"importance": "truncated", "truncation": 1.15, "advantage": "leave_one_out"}),
 }
 

@@ -118,7 +118,7 @@ class Bench:
         self.asked_to_stop = name == self.stop_in
         if name == "update-2":
             time.sleep(self.evaluate_s)
-        return {"reward": 0.5}
+        return {"reward/mean": 0.5}
 
     def poll(self) -> None:
         pass
@@ -137,13 +137,13 @@ def test_an_interrupted_evaluation_does_not_cost_the_metrics_of_its_update(tmp_p
     assert Bench(tmp_path, evaluate_s=1.5, stop_in="update-2").run().name == "update-000002"
     rows = read_metrics(tmp_path / METRICS_FILE)
     assert [row["update"] for row in rows] == [0, 1, 2]
-    assert [row.get("eval/reward") for row in rows] == [0.5, 0.5, None]
+    assert [row.get("eval/reward/mean") for row in rows] == [0.5, 0.5, None]
     assert rows[2]["reward/mean"] == 0.25
 
 
 def test_an_evaluation_longer_than_one_turn_is_waited_for(tmp_path: Path) -> None:
     assert Bench(tmp_path, evaluate_s=1.5).run().name == "update-000003"
-    assert [row["eval/reward"] for row in read_metrics(tmp_path / METRICS_FILE)] == [0.5] * 4
+    assert [row["eval/reward/mean"] for row in read_metrics(tmp_path / METRICS_FILE)] == [0.5] * 4
 
 
 def test_weights_that_reached_no_engine_are_saved_under_their_own_update(tmp_path: Path) -> None:

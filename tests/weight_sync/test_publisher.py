@@ -98,7 +98,7 @@ def test_a_transport_that_cannot_be_imported_or_fails_is_named(model: Path, tmp_
         ("nowhere:X", "No module named 'nowhere'"),
         ("tests.support.transports:Missing", "has no attribute"),
     ):
-        with pytest.raises(ConfigError, match=f"sync.transport='{name}' cannot be imported .*{reason}"):
+        with pytest.raises(ConfigError, match=f"sync.transport='{name}' cannot be imported: .*{reason}"):
             WeightPublisher(make_context(model, tmp_path, transport=name))
     made = WeightPublisher(make_context(model, tmp_path, transport="tests.support.transports:Failing"))
     with pytest.raises(SyncError, match=r"sync\.transport=tests.support.transports:Failing: OSError: the link is down"):

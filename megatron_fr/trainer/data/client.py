@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -28,6 +28,9 @@ class LeasedItem:
     num_action_tokens: int
     reward: float
     lag: int
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict)
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ class ContextGroup:
         return dist.get_world_size(self.group)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """``values`` added over the parts: the hook by which the losses see whole trajectories."""
-        total = values.clone()
+        """``values`` added over the parts, without gradient: the hook by which the losses see whole trajectories."""
+        total = values.detach().clone()
         dist.all_reduce(total, group=self.group)
         return total
 

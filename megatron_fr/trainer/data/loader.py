@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_fr.algorithm import RewardBatch
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import MegatronFRError, RolloutEnded
 from megatron_fr.runtime.collectives import from_rank_zero, from_source
 from megatron_fr.trainer.data.batch import MicroBatch, build_micro_batch
-from megatron_fr.trainer.data.client import Lease, RolloutClient
+from megatron_fr.trainer.data.client import Lease, LeasedItem, RolloutClient
 from megatron_fr.trainer.data.packing import assign_to_ranks, plan_micro_batches
 from megatron_fr.trainer.objective import BatchConstants
 from megatron_fr.trainer.policy import Policy
@@ -78,6 +79,7 @@ class BatchLoader:
         Raises:
             Shutdown: rank 0 was asked to stop.
             RolloutEnded: the service cannot go on.
+            UpdateError: an advantage function of the user's own failed; on every rank alike.
         """
         started = time.monotonic()
         lease: Lease | None = None
@@ -90,7 +92,7 @@ class BatchLoader:
         items = lease.items
         ranks = parallel_state.get_data_parallel_world_size()
         shares = assign_to_ranks([i.num_tokens for i in items], ranks)
-        advantages, signal = self._objective.advantages([i.reward for i in items], [i.group_id for i in items])
+        advantages, signal = self._objective.advantages(_reward_batch(items))
         rank = parallel_state.get_data_parallel_rank()
         mine = shares[rank]
         trajectories = self._fetch([items[i].id for i in mine])
@@ -147,3 +149,15 @@ class BatchLoader:
         if any(reasons):
             raise RolloutEnded(next(reason for reason in reasons if reason))
         return trajectories
+
+
+def _reward_batch(items: Sequence[LeasedItem]) -> RewardBatch:
+    return RewardBatch(
+        rewards=torch.tensor([i.reward for i in items], dtype=torch.float64),
+        group_ids=[i.group_id for i in items],
+        action_tokens=torch.tensor([i.num_action_tokens for i in items]),
+        lags=torch.tensor([i.lag for i in items]),
+        metadata=[i.metadata for i in items],
+        info=[i.info for i in items],
+        reward_parts=[i.reward_parts for i in items],
+    )
