@@ -67,14 +67,12 @@ class Trajectory:
     """One finished rollout of one prompt, with ``N`` tokens over all its turns.
 
     Attributes:
-        id: unique in the run.
         group_id: equal for the rollouts of one group; the trajectory's own id without groups.
         tokens: int32 ``[N]``.
         action_mask: bool ``[N]``, true on tokens that the policy sampled.
         behavior_logprobs: float32 ``[N]``, natural log in the tempered distribution; 0 where ``action_mask`` is false.
         versions: int32 ``[N]``, the policy version that sampled the token; ``NO_VERSION`` elsewhere.
         routed_experts: uint8 or uint16 ``[N - 1, num_moe_layers, top_k]``, or None.
-        reward: the scalar from which the advantage is computed.
         metadata: of the prompt, JSON, without what is too large to travel along.
         info: what the agent returned beside the conversation, bounded alike.
         route_error: why ``routed_experts`` is None although routes were asked for.

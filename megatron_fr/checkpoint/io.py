@@ -42,7 +42,7 @@ class BackgroundWriter:
     """Writes one checkpoint at a time. Every method is a collective."""
 
     def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=_WRITE_TIMEOUT)
+        self._group: Any = dist.new_group(backend="gloo", timeout=_WRITE_TIMEOUT)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[dict[str, int]] | None = None
 
@@ -159,12 +159,13 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return _look_up(self.state_dict, index)
+        box: torch.Tensor = _look_up(self.state_dict, index)
+        return box
 
 
 def _look_up(state: Mapping[str, Any], index: MetadataIndex) -> Any:
     value = state[index.fqn]
-    return value.boxes[index.offset] if isinstance(value, Pieces) else value
+    return value.boxes[index.offset or torch.Size()] if isinstance(value, Pieces) else value
 
 
 class _Writer(dcp.FileSystemWriter):

@@ -99,7 +99,8 @@ def model_state(chunks: Sequence[torch.nn.Module]) -> Sharded:
     }
     state: Sharded = {}
     for i, chunk in enumerate(chunks):
-        entries = chunk.sharded_state_dict(prefix="", metadata=metadata)
+        whole: Any = chunk
+        entries = whole.sharded_state_dict(prefix="", metadata=metadata)
         state[f"chunk{i}"] = {
             name: entry for name, entry in entries.items() if isinstance(entry, ShardedTensor | ShardedTensorFactory)
         }

@@ -17,8 +17,6 @@ from megatron_fr.config import RunConfig, load_config
 from megatron_fr.errors import MegatronFRError
 from megatron_fr.rollout.service import RolloutService
 
-log = logging.getLogger(__name__)
-
 #: After a failure the trainer asks for its next batch, and must learn the reason, not find a closed port.
 _LINGER_S = 30.0
 
@@ -42,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(args.config, args.overrides)
         restore = args.restore or config.checkpoint.resume
         if restore == "auto":
-            newest = newest_usable(config.output, log.warning)
+            newest = newest_usable(config.output, logging.getLogger(__name__).warning)
             state = newest / ROLLOUT_FILE if newest is not None else None
         else:
             state = Path(restore) if restore != "never" else None

@@ -141,8 +141,7 @@ class Endpoints:
         async with self._evaluating:
             result = await self._unless_failed(self.evaluate(name=body["name"]))
         assert result is not None
-        metrics, count = result
-        return web.json_response({"metrics": metrics, "num_trajectories": count})
+        return web.json_response({"metrics": result[0], "num_trajectories": result[1]})
 
     async def _probe(self, request: web.Request) -> web.Response:
         body = await _body(request, engine=str, max_tokens=int)

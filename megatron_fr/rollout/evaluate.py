@@ -48,8 +48,7 @@ async def evaluate_sets(
         found, count = await evaluate(
             episodes, held_out, concurrency=concurrency, pass_threshold=pass_threshold, name=name
         )
-        prefix = f"{held_out.name}/" if held_out.name else ""
-        metrics |= {prefix + key: value for key, value in found.items()}
+        metrics |= {f"{held_out.name}/{key}" if held_out.name else key: value for key, value in found.items()}
         total += count
     return metrics, total
 

@@ -207,7 +207,6 @@ class TrainingRollouts:
         prompts: Sequence[Prompt],
         episodes: EpisodeRunner,
         limits: ModelLimits,
-        *,
         on_fatal: Callable[[MegatronFRError], None],
     ) -> None:
         batch_size, lag = config.train.batch_size, config.max_policy_lag
