@@ -48,10 +48,10 @@ class Member:
 
 
 class RunnerPool:
-    """Keeps up to ``runners`` trajectories going while the gate allows it; a group's are let in together.
+    """Keeps up to ``runners`` trajectories going while the gate allows it. Rollouts of one prompt start together.
 
-    ``prompts`` never ends. ``on_fatal`` is called with the reason when the run cannot go on. Trajectories that reached
-    the queue are :attr:`finished`; those that it or the episode refused are :attr:`refused`.
+    ``prompts`` never ends. ``on_fatal`` is called with the reason when the run cannot go on. :attr:`finished` counts
+    the trajectories that reached the queue, :attr:`refused` those that the queue or the episode refused.
     """
 
     def __init__(

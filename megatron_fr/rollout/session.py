@@ -90,11 +90,10 @@ class EngineSession:
         ``fields`` of :class:`Trajectory` that the session does not know: its ids, reward and metadata.
         """
         used = max((i for i, acted in enumerate(self._mask) if acted), default=len(self.tokens) - 1) + 1
-        routes, route_error = None, self._route_error
-        if self._routes and route_error is None:
-            routes = np.concatenate(self._routes)
-            if len(routes) != used - 1:
-                routes, route_error = None, f"{len(routes)} rows for {used} tokens"
+        route_error = self._route_error
+        routes = np.concatenate(self._routes) if self._routes and route_error is None else None
+        if routes is not None and len(routes) != used - 1:
+            routes, route_error = None, f"{len(routes)} rows for {used} tokens"
         return Trajectory(
             tokens=np.asarray(self.tokens[:used], dtype=np.int32),
             action_mask=np.asarray(self._mask[:used], dtype=np.bool_),

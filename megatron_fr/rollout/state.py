@@ -96,8 +96,8 @@ def restore_state(rollouts: TrainingRollouts, state: RolloutState) -> None:
 
 def encode_state(state: RolloutState) -> bytes:
     """Pack a state into one npz archive without pickles."""
-    head = {"counters": asdict(state.counters), "unfinished": state.unfinished, "prompts": state.prompts}
-    head |= {"num_ready": len(state.ready)}
+    head: dict[str, Any] = {"counters": asdict(state.counters), "num_ready": len(state.ready)}
+    head |= {"unfinished": state.unfinished, "prompts": state.prompts}
     parts = {"head": json.dumps(head).encode(), "trajectories": encode([*state.ready, *state.partial])}
     buffer = io.BytesIO()
     np.savez(buffer, allow_pickle=False, **{name: np.frombuffer(part, np.uint8) for name, part in parts.items()})
