@@ -91,7 +91,7 @@ class EngineSession:
         """
         used = max((i for i, acted in enumerate(self._mask) if acted), default=len(self.tokens) - 1) + 1
         route_error = self._route_error
-        routes = np.concatenate(self._routes) if self._routes and route_error is None else None
+        routes: npt.NDArray[Any] | None = np.concatenate(self._routes) if self._routes and not route_error else None
         if routes is not None and len(routes) != used - 1:
             routes, route_error = None, f"{len(routes)} rows for {used} tokens"
         return Trajectory(
