@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_fr.tiny.tokenizer import TOKENIZER_SIZE, make_tokenizer
+from tools.tiny.tokenizer import TOKENIZER_SIZE, make_tokenizer
 
 Family = Literal["qwen3_moe", "qwen3", "qwen2", "glm4_moe"]
 
