@@ -15,7 +15,7 @@ from aiohttp import web
 from megatron_fr.agents.contract import Prompt
 from megatron_fr.errors import RolloutEnded
 from megatron_fr.rollout.endpoints import Endpoints
-from megatron_fr.rollout.event_loop_delay import EventLoopDelay
+from megatron_fr.rollout.metrics import EventLoopDelay
 from megatron_fr.rollout.probe import ProbeSampler
 from megatron_fr.trajectory import decode
 from tests.rollout.test_misbehaving_engine import LIMITS, answer, engine
