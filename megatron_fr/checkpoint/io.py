@@ -40,7 +40,7 @@ class BackgroundWriter:
     """Writes one checkpoint at a time. Every method is a collective."""
 
     def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=_WRITE_TIMEOUT)
+        self._group: Any = dist.new_group(backend="gloo", timeout=_WRITE_TIMEOUT)
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: futures.Future[dict[str, int]] | None = None
 
@@ -140,7 +140,7 @@ def load_weights(chunks: Sequence[torch.nn.Module], folder: str | Path) -> None:
 class _SavePlanner(dcp.DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
-        return value.boxes[index.offset] if isinstance(value, Pieces) else value
+        return value.boxes[index.offset or torch.Size()] if isinstance(value, Pieces) else value
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):

@@ -149,7 +149,7 @@ def split_range(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Sh
                 yield (index, *offset), (1, *size)
 
 
-def _weights(chunks: Sequence[torch.nn.Module]) -> Iterator[Any]:
+def _weights(chunks: Sequence[Any]) -> Iterator[Any]:
     """Megatron's entries of the weights, whose data are the live parameters."""
     metadata = {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),

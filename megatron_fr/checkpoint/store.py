@@ -27,7 +27,6 @@ from megatron_fr.errors import CheckpointError, UnreadableCheckpointError
 from megatron_fr.hf.atomic import sync_path
 
 FOLDER = "training_state"
-LOCK_FILE = "training_state.lock"
 MANIFEST_FILE = "manifest.json"
 RUN_FILE = "run.json"
 ROLLOUT_FILE = "rollout.state"
@@ -165,7 +164,7 @@ def lock_output(output: Path) -> IO[str] | None:
     """
     try:
         output.mkdir(parents=True, exist_ok=True)
-        file = (output / LOCK_FILE).open("w")
+        file = (output / f"{FOLDER}.lock").open("w")
     except OSError as error:
         raise unwritable(output / FOLDER, error) from error
     try:

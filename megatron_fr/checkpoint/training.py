@@ -48,9 +48,9 @@ class TrainingCheckpoints:
         """Load model, optimizer, schedule and random states, saved in any layout, from ``folder``.
 
         Raises:
-            CheckpointError: it is damaged, or of a run with another model or batch size.
+            CheckpointError: a tensor is damaged, or the folder is of a run with another model or batch size.
         """
-        record = from_rank_zero(lambda: self._usable(folder))
+        record = from_rank_zero(lambda: self._record_of(folder))
         io.read(folder, self._policy, record.trainer)
         self._newest, self._saved_update = folder, record.update
         return record
@@ -133,16 +133,14 @@ class TrainingCheckpoints:
             print(f"checkpoint {final} is complete; older one {line}", flush=True)
         return final
 
-    def _usable(self, folder: Path) -> RunRecord:
+    def _record_of(self, folder: Path) -> RunRecord:
         """Refuse another model, batch size and the like; what an older version did not save is not compared."""
-        try:
-            record = store.check_sizes(folder)
-        except CheckpointError as error:
-            raise type(error)(f"checkpoint {folder}: {error}; go on from another one") from error
-        saved, changes = record.fixed, []
-        for name, value in self._fixed.items():
-            if name in saved and saved[name] != value:
-                changes.append(f"{name}: {saved[name]!r} then, {value!r} now")
+        record = store.read_record(folder)
+        changes = [
+            f"{name}: {record.fixed[name]!r} then, {value!r} now"
+            for name, value in self._fixed.items()
+            if record.fixed.get(name, value) != value
+        ]
         if changes:
             raise CheckpointError(
                 f"checkpoint {folder} is of another run ({'; '.join(changes)}); undo the change, choose another output "

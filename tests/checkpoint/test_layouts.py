@@ -25,7 +25,6 @@ from megatron_fr.checkpoint.store import (
     remove_unfinished,
 )
 from megatron_fr.errors import CheckpointError
-from megatron_fr.tiny import make_untrained
 from tests.support.layout_ranks import (
     Job,
     failing_writes,
@@ -36,6 +35,7 @@ from tests.support.layout_ranks import (
 )
 from tests.support.parallel_launch import run_ranks
 from tests.support.small_disk import SmallDisk
+from tools.tiny import make_untrained
 
 ROOT = Path(__file__).resolve().parents[2]
 

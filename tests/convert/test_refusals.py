@@ -23,10 +23,10 @@ from megatron_fr.convert.stored import StoredTensors
 from megatron_fr.convert.to_hf import convert_megatron_to_hf
 from megatron_fr.convert.to_megatron import convert_hf_to_megatron
 from megatron_fr.errors import ConfigError, ModelError
-from megatron_fr.tiny import make_untrained
 from tests.support.conversions import assert_equal_folders, convert_on_ranks, snapshot, to_megatron
 from tests.support.parallel_launch import end_process, fork_process, run_ranks
 from tests.support.small_disk import SmallDisk
+from tools.tiny import make_untrained
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 DOWN = "model.layers.0.mlp.experts.0.down_proj.weight"

@@ -27,8 +27,8 @@ from megatron_fr.models.registry import model_spec
 from megatron_fr.rollout import setup
 from megatron_fr.rollout.event_loop_delay import EventLoopDelay
 from megatron_fr.runtime.device import resolve_device
-from megatron_fr.tiny import make_untrained
 from megatron_fr.trajectory import ModelLimits
+from tools.tiny import make_untrained
 
 ROOT = Path(__file__).resolve().parents[2]
 
