@@ -65,7 +65,6 @@ STEPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "weight_sync/engines.py",
             "weight_sync/broadcast.py",
             "weight_sync/buckets.py",
-            "weight_sync/group.py",
         ),
     ),
 )

@@ -128,6 +128,7 @@ def test_limits_are_read_from_the_model(models: list[Path], tmp_path: Path) -> N
         model_limits(model_spec(mixed), 77)
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_start_says_why_before_any_engine_starts(models: list[Path], tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(

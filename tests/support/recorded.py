@@ -88,7 +88,7 @@ class Rollouts:
         self.endpoints = Endpoints(
             fleet,
             self.training,
-            ProbeSampler(None, PROMPTS, LIMITS, want_routes=False),
+            ProbeSampler(None, PROMPTS, LIMITS, want_routes=False, template_kwargs={}),
             evaluate=None,
             event_loop_delay=EventLoopDelay(),
             failure=failure,
