@@ -1,7 +1,6 @@
 """A two-step arithmetic task that a tiny policy solves with a Python tool, and its reward.
 
-``Compute 37 * 48, then subtract 159 from the result.`` takes three turns: a tool call for the product, a second one
-for the difference, and the answer in ``\\boxed{}``. Both results have four digits, so guessing does not pay.
+``Compute 37 * 48, then subtract 159 from the result.`` takes two tool calls and the answer in ``\\boxed{}``.
 """
 
 from __future__ import annotations
@@ -50,14 +49,12 @@ class Question:
 
 
 def questions(seed: int, *, held_out: bool = False) -> Iterator[Question]:
-    """Endless distinct questions of one of the two disjoint sets, the same for the same seed.
-
-    Two-digit factors, a three-digit third number, and both results between 1000 and 9999.
-    """
+    """Endless distinct questions of one of the two disjoint sets, the same for the same seed."""
     rng = random.Random(seed)
     seen: set[Question] = set()
     while True:
         question = Question(rng.randint(11, 99), rng.randint(11, 99), rng.choice("+-"), rng.randint(101, 999))
+        # four digits, so that guessing does not pay
         in_range = 1000 <= question.intermediate <= 9999 and 1000 <= question.answer <= 9999
         if in_range and question.held_out == held_out and question not in seen:
             seen.add(question)

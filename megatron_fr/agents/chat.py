@@ -29,30 +29,23 @@ class Chat:
         self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = (), template_kwargs: Mapping[str, Any] | None = None
     ) -> None:
         self._tokenizer = tokenizer
+        self._tools = [dict(tool) for tool in tools] or None
         self._template_kwargs = dict(template_kwargs or {})
-        self._tools = [dict(tool) for tool in tools]
-        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
-        self._model = f"model.path={name!r}"
         if not getattr(tokenizer, "chat_template", None):
-            raise ModelError(
-                f"{self._model}: its tokenizer has no chat template; add chat_template.jinja to the folder"
-            )
+            raise self._refusal("its tokenizer has no chat template; add chat_template.jinja to the folder")
         self._special = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
         stops = _end_tokens(tokenizer)
         end_ids = self._encode(self._after_assistant([], generation_prompt=False))
         if end_ids and end_ids[0] in tokenizer.added_tokens_decoder:
             stops.append(end_ids[0])
         if not stops:
-            raise ModelError(
-                f"{self._model}: neither the tokenizer nor generation_config.json names an end token "
-                "(eos_token_id); add one"
+            raise self._refusal(
+                "neither tokenizer nor generation_config.json names an end token (eos_token_id); add one"
             )
         self.stop_token_ids = tuple(dict.fromkeys(stops))
         if self._tools and _TOOL not in self._after_assistant([_TOOL], generation_prompt=True):
-            raise ModelError(
-                f"{self._model}: its chat template does not show messages of role 'tool'; "
-                "use a template that does, or an agent without tools"
-            )
+            reason = "its chat template does not show messages of role 'tool'"
+            raise self._refusal(f"{reason}; use a template that does, or an agent without tools")
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The tokens before the first assistant turn, tools and generation prompt included."""
@@ -86,25 +79,28 @@ class Chat:
         ]
         _, found, after = self._render(messages, generation_prompt=generation_prompt).partition(_ASSISTANT)
         if not found:
-            raise ModelError(f"{self._model}: its chat template does not show an assistant's text")
+            raise self._refusal("its chat template does not show an assistant's text")
         return after
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool) -> str:
         import jinja2
 
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
-                    tools=self._tools or None,
-                    add_generation_prompt=generation_prompt,
-                    tokenize=False,
-                    **self._template_kwargs,
-                )
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=self._tools,
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+                **self._template_kwargs,
             )
         except jinja2.TemplateError as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
-            raise ModelError(f"{self._model}: its chat template refuses a conversation of {roles}: {error}") from error
+            raise self._refusal(f"its chat template refuses a conversation of {roles}: {error}") from error
+        return str(text)
+
+    def _refusal(self, reason: str) -> ModelError:
+        name = getattr(self._tokenizer, "name_or_path", "") or type(self._tokenizer).__name__
+        return ModelError(f"model.path={name!r}: {reason}")
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
