@@ -38,7 +38,6 @@ STEPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "trainer/data/packing.py",
             "trainer/data/batch.py",
             "models/layers/zigzag.py",
-            "trainer/data/context.py",
         ),
     ),
     (

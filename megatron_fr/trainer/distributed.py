@@ -1,4 +1,4 @@
-"""Process groups of Megatron-Core from the variables of torchrun, Slurm or MPI, or for a single process."""
+"""Process groups of Megatron-Core, for ranks that torchrun, Slurm or MPI started, or for a single process."""
 
 from __future__ import annotations
 
@@ -42,21 +42,14 @@ def bootstrap(environ: Mapping[str, str] = os.environ) -> RankInfo:
             raise ConfigError(
                 f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} not; start ranks with torchrun"
             )
-        return RankInfo(
-            int(environ["RANK"]),
-            int(environ["WORLD_SIZE"]),
-            int(environ.get("LOCAL_RANK", "0")),
-            environ["MASTER_ADDR"],
-            int(environ["MASTER_PORT"]),
-        )
+        rank, size, local = environ["RANK"], environ["WORLD_SIZE"], environ.get("LOCAL_RANK", "0")
+        return RankInfo(int(rank), int(size), int(local), environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
     if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:  # a batch script has no step
         return _from_slurm(environ)
-    for rank, size, local in (
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-    ):
-        if rank in environ and size in environ:
-            return _from_mpi(environ, int(environ[rank]), int(environ[size]), environ.get(local))
+    for prefix, local in (("OMPI_COMM_WORLD", "OMPI_COMM_WORLD_LOCAL_RANK"), ("PMI", "MPI_LOCALRANKID")):
+        rank, size = environ.get(f"{prefix}_RANK"), environ.get(f"{prefix}_SIZE")
+        if rank and size:
+            return _from_mpi(environ, int(rank), int(size), environ.get(local))
     return RankInfo(0, 1, 0, "127.0.0.1", free_port("127.0.0.1"))
 
 
@@ -64,14 +57,13 @@ def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
     # The step's own variables: those of a heterogeneous job describe only its first group.
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     size = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "1")
-    address = environ.get("MASTER_ADDR") or first_node(nodes)
     # Every task derives the same port; two jobs or steps on one node derive different ones.
     derived = 20000 + (int(environ.get("SLURM_JOB_ID", "0")) * 8 + int(environ["SLURM_STEP_ID"]) % 8) % 12000
     return RankInfo(
         int(environ["SLURM_PROCID"]),
         int(size),
         int(environ.get("SLURM_LOCALID", "0")),
-        address,
+        environ.get("MASTER_ADDR") or first_node(nodes),
         int(environ.get("MASTER_PORT", derived)),
     )
 
@@ -90,8 +82,7 @@ def first_node(nodelist: str) -> str:
 
 def _from_mpi(environ: Mapping[str, str], rank: int, size: int, local: str | None) -> RankInfo:
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
-        address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-        return RankInfo(rank, size, int(local or 0), address, port)
+        return RankInfo(rank, size, int(local or 0), environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
     if size == 1:
         return RankInfo(0, 1, 0, "127.0.0.1", free_port("127.0.0.1"))
     try:
@@ -113,12 +104,10 @@ def _from_mpi(environ: Mapping[str, str], rank: int, size: int, local: str | Non
 def initialize(
     parallel: ParallelConfig, device: Device, seed: int, timeout_s: float = 600, info: RankInfo | None = None
 ) -> RankInfo:
-    """Join the world and build Megatron-Core's groups and random states.
-
-    Every rank calls it once, before it builds a model. On CPUs it installs the shim.
+    """Join the world and build Megatron-Core's groups and random states; on CPUs, install the shim.
 
     Args:
-        seed: seed of the model-parallel random states.
+        seed: of the model-parallel random states.
         timeout_s: seconds that a collective waits for a missing rank.
         info: this rank's place; :func:`bootstrap` when None.
 

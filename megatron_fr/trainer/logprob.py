@@ -1,12 +1,10 @@
 """Log-probabilities from hidden states and a vocabulary-parallel output weight, in float32.
 
-With ``z = scale * hidden @ weight.T`` the forward computes for each token the normaliser, the chosen ``z`` and the
-entropy. The gradient of the chosen log-probability is ``scale * (onehot - softmax(z))``. The vocabulary is never
-gathered, and no float32 copy of the logits exists: they are reduced in float32 a few rows at a time.
-
-- ``keep`` holds the logits of all tokens in the model's dtype. The backward writes their gradient over them.
-- ``recompute`` holds the logits of ``chunk_tokens`` tokens and makes them again in the backward: 4 products in place of
-  3. The backward goes through blocks of the vocabulary, so each block of the weight's gradient is rounded once.
+With ``z = scale * hidden @ weight.T`` the gradient of a chosen log-probability is ``scale * (onehot - softmax(z))``.
+The vocabulary is never gathered, and logits are reduced in float32 a few rows at a time. Mode ``keep`` holds all logits
+in the model's dtype, and the backward writes their gradient over them. ``recompute`` holds those of ``chunk_tokens``
+tokens and makes them again in the backward, by blocks of the vocabulary: each block of the weight's gradient is rounded
+once.
 """
 
 from __future__ import annotations
@@ -34,8 +32,6 @@ class LogprobSettings:
     Attributes:
         vocab_size: size of the vocabulary without padding; the softmax leaves padded columns out.
         temperature: sampling temperature, by which logits are divided.
-        mode: ``keep`` or ``recompute``.
-        chunk_tokens: tokens whose logits exist at a time with ``recompute``.
         group: tensor-parallel group; None for one rank.
     """
 
@@ -51,8 +47,7 @@ def head_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ``log softmax(hidden @ weight.T / temperature)[target]`` and the entropy of that distribution.
 
-    Gradients are this rank's part: under tensor parallelism the caller sums that of ``hidden`` over the group. Only one
-    backward is possible, because ``keep`` overwrites what it saved.
+    Under tensor parallelism the caller sums the gradient of ``hidden`` over the group. Only one backward is possible.
 
     Args:
         hidden: ``[N, H]``, equal on every rank of the group.
@@ -60,12 +55,12 @@ def head_logprobs(
         targets: int64 ``[N]``, token ids of the whole vocabulary.
 
     Returns:
-        Log-probabilities ``[N]`` (differentiable) and entropy ``[N]`` in nats (without gradient). Both are float32, or
+        Log-probabilities ``[N]`` (differentiable) and entropy ``[N]`` in nats (without gradient), in float32, or in
         float64 for float64 inputs.
     """
     keep = settings.mode == "keep" and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    logprobs, entropy = _HeadLogProb.apply(hidden, weight, targets, settings, keep)
-    return logprobs, entropy
+    values: tuple[torch.Tensor, torch.Tensor] = _HeadLogProb.apply(hidden, weight, targets, settings, keep)
+    return values
 
 
 class _HeadLogProb(torch.autograd.Function):
@@ -79,26 +74,24 @@ class _HeadLogProb(torch.autograd.Function):
         keep: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         shard = _Shard.of(weight, targets, settings)
-        tokens = len(hidden)
+        tokens, step = len(hidden), settings.chunk_tokens
         # Rows: local maximum, sum of exp(z - top), sum of exp(z - top) (z - top), chosen z - top.
         stats = torch.zeros((4, tokens), dtype=_wide(hidden.dtype), device=hidden.device)
-        logits = None
-        if keep:
-            logits = hidden @ weight.t()
+        logits = hidden @ weight.t() if keep else None
+        if logits is not None:
             _reduce_rows(logits, shard, slice(0, tokens), stats)
         else:
-            buffer = hidden.new_empty((min(tokens, settings.chunk_tokens), len(weight)))
-            for rows in _slices(tokens, settings.chunk_tokens):
+            buffer = hidden.new_empty((min(tokens, step), len(weight)))
+            for rows in _slices(tokens, step):
                 chunk = torch.mm(hidden[rows], weight.t(), out=buffer[: rows.stop - rows.start])
                 _reduce_rows(chunk, shard, rows, stats)
         top, total, weighted, chosen = _combine(stats, shard, settings.group)
         log_total = total.log()
-        logprobs = chosen - log_total
         entropy = log_total - weighted / total
         ctx.save_for_backward(hidden, weight, shard.local, shard.mine, top + log_total, logits)
-        ctx.real, ctx.scale, ctx.chunk_tokens = shard.real, shard.scale, settings.chunk_tokens
+        ctx.real, ctx.scale, ctx.chunk_tokens = shard.real, shard.scale, step
         ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        return chosen - log_total, entropy
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _entropy: Any) -> tuple[Any, ...]:
@@ -109,8 +102,7 @@ class _HeadLogProb(torch.autograd.Function):
             return logits @ weight, logits.t() @ hidden, None, None, None
 
         tokens, width = len(hidden), len(weight)
-        area = ctx.chunk_tokens * width
-        block = min(width, max(1, area // max(tokens, 1)))
+        block = min(width, max(1, ctx.chunk_tokens * width // max(tokens, 1)))
         buffer = hidden.new_empty(tokens * block)
         grad_weight = torch.empty_like(weight)
         # In float32, because rounding would grow with the number of vocabulary blocks.
@@ -129,19 +121,12 @@ class _HeadLogProb(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Shard:
-    """This rank's part of the vocabulary.
+    """This rank's part of the vocabulary."""
 
-    Attributes:
-        local: int64 ``[N]``, the target's column on this rank, clamped where another rank has the target.
-        mine: bool ``[N]``, true where this rank has the target.
-        real: number of columns without padding; they come first.
-        scale: factor of the logits, one over the temperature.
-    """
-
-    local: torch.Tensor
-    mine: torch.Tensor
-    real: int
-    scale: float
+    local: torch.Tensor  # int64 [N], the target's column on this rank, clamped where another rank has it
+    mine: torch.Tensor  # bool [N], whether this rank has the target
+    real: int  # columns without padding; they come first
+    scale: float  # factor of the logits, one over the temperature
 
     @classmethod
     def of(cls, weight: torch.Tensor, targets: torch.Tensor, settings: LogprobSettings) -> _Shard:
@@ -224,5 +209,4 @@ def _slices(total: int, size: int) -> Iterator[slice]:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of reductions."""
     return torch.float64 if dtype == torch.float64 else torch.float32

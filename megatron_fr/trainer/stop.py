@@ -13,8 +13,9 @@ class Shutdown(Exception):
 class StopRequest:
     """True once SIGTERM or SIGINT arrived. Only rank 0's counts; the others learn it in a collective."""
 
+    _asked = False
+
     def __init__(self) -> None:
-        self._asked = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._ask)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -34,8 +36,7 @@ class WeightSync:
     def __init__(
         self, config: RunConfig, device: Device, policy: Policy, loader: BatchLoader, client: RolloutClient, host: str
     ) -> None:
-        self._config = config
-        self._policy = policy
+        self._config, self._policy = config, policy
         self._engines: list[str] = from_rank_zero(lambda: list(client.status()["engines"]))
         self._pushes = 0
         self._probe = EngineProbe(config, policy, loader, client)
@@ -43,14 +44,10 @@ class WeightSync:
         from_rank_zero(lambda: self._connect(device.collective_backend, host))
 
     def push(self, version: int) -> dict[str, float]:
-        """Bring every engine to ``version``, and ask one for fresh tokens; the first push waits for them.
-
-        A collective. :meth:`finish_probe` must have ended the last probe.
-
-        Returns:
-            metrics of the sync, and of the first push's probe.
+        """Bring every engine to ``version`` and ask one for fresh tokens; the first push waits for them. A collective.
 
         Raises:
+            RuntimeError: :meth:`finish_probe` has not ended the last probe.
             SyncError: the engines did not take the weights, or hold something else.
         """
         if self._probe.pending:
@@ -65,7 +62,7 @@ class WeightSync:
         return metrics | self.finish_probe() if first else metrics
 
     def finish_probe(self) -> dict[str, float]:
-        """See :meth:`EngineProbe.finish`: compare the last push's fresh tokens with this model; a collective."""
+        """See :meth:`EngineProbe.finish`."""
         return self._probe.finish()
 
     def close(self) -> None:
@@ -74,30 +71,23 @@ class WeightSync:
             self._publisher.close()
 
     def _connect(self, backend: str, host: str) -> None:
-        """On rank 0."""
         config, policy = self._config, self._policy
-        # Of the names and shapes alone; a push has the dtype of the parameters.
-        specs = hf_tensor_specs(policy.spec, torch.float32)
-        self._publisher = WeightPublisher(
-            TransportContext(
-                engines=EngineCalls(self._engines, config.sync.timeout_s),
-                shapes={spec.name: spec.shape for spec in specs},
-                config=config.sync,
-                engine_tp=config.rollout.engine_tp,
-                backend=backend,
-                host=host,
-                model_folder=policy.source,
-                output=config.output,
-            )
+        context = TransportContext(
+            engines=EngineCalls(self._engines, config.sync.timeout_s),
+            # Whatever the dtype: a push has that of the parameters.
+            shapes={spec.name: spec.shape for spec in hf_tensor_specs(policy.spec, torch.float32)},
+            config=config.sync,
+            engine_tp=config.rollout.engine_tp,
+            backend=backend,
+            host=host,
+            model_folder=policy.source,
+            output=config.output,
         )
+        self._publisher = WeightPublisher(context)
         self._publisher.connect()
 
     def _publish(self, version: int, passes: int) -> SyncReport:
-        """Rank 0 publishes what all ranks gather together, ``passes`` times; its report on every rank.
-
-        Raises:
-            SyncError: publishing failed; every rank raises it.
-        """
+        """Rank 0 publishes what all ranks gather together, ``passes`` times."""
         streams = [self._policy.hf_tensors() for _ in range(passes)]
 
         def publish() -> SyncReport:
@@ -109,9 +99,7 @@ class WeightSync:
                 drain()  # where it broke off half-way: the other ranks walk the streams to their ends
 
         def drain() -> None:
-            for stream in streams:
-                for _ in stream:
-                    continue
+            deque(chain(*streams), maxlen=0)
 
         if dist.get_rank() != 0:
             drain()

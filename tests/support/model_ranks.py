@@ -184,7 +184,7 @@ def _gradients(folder: Path, parallel: dict[str, Any], train: dict[str, Any]) ->
 
     from megatron_fr.trainer.head import HeadTask, LogprobHead
     from megatron_fr.trainer.logprob import LogprobSettings
-    from megatron_fr.trainer.optimizer import make_optimizer, wrap_for_training
+    from megatron_fr.trainer.policy import make_optimizer, wrap_for_training
 
     spec = read_spec(folder)
     chunks = build_model(spec, config, device)

@@ -107,7 +107,7 @@ def observe_probes(folder: Path) -> dict[str, Any]:
     distributed.initialize(config.parallel, device, seed=1, timeout_s=60)
     policy = build_policy(config, device)
     service: Any = Service(f"http://127.0.0.1:{server.server_port}", fresh_tokens(folder))
-    loader = BatchLoader.of(config, policy, service, device.torch_device)
+    loader = BatchLoader(config, policy, service, device.torch_device)
     sync = WeightSync(config, device, policy, loader, service, "127.0.0.1")
     seen: dict[str, Any] = {}
 
