@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 from megatron_fr.checkpoint.store import find_resumed
 from megatron_fr.config import load_config
 from megatron_fr.errors import MegatronFRError
 from megatron_fr.runtime.device import prepare_process, resolve_device
-from megatron_fr.trainer.stop import StopRequest
 
 
 def main() -> int:
@@ -60,7 +61,23 @@ def main() -> int:
     return 0
 
 
-def find_service(given: str, stop: StopRequest) -> str | None:
+class StopRequest:
+    """True once SIGTERM or SIGINT arrived. Only rank 0's counts; the others learn it in a collective."""
+
+    _asked = False
+
+    def __init__(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._ask)
+
+    def __bool__(self) -> bool:
+        return self._asked
+
+    def _ask(self, *_: Any) -> None:
+        self._asked = True
+
+
+def find_service(given: str, stop: object) -> str | None:
     """The service's address, waited for where a file will hold it; None when rank 0 was asked to stop meanwhile.
 
     A collective, and the same on every rank: one that left alone would be waited for by the others.

@@ -32,16 +32,12 @@ class RankInfo:
 def bootstrap(environ: Mapping[str, str] = os.environ) -> RankInfo:
     """Read the variables of torchrun, of a Slurm step, or of MPI; without any, the world has one rank.
 
-    ``MASTER_ADDR`` and ``MASTER_PORT`` replace the address that Slurm and MPI imply.
-
     Raises:
         ConfigError: torchrun's variables are incomplete, or MPI ranks cannot agree on an address.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]:
-            raise ConfigError(
-                f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} not; start ranks with torchrun"
-            )
+        if missing := " and ".join(name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ):
+            raise ConfigError(f"RANK and WORLD_SIZE are set, but {missing} not; start ranks with torchrun")
         rank, size, local = environ["RANK"], environ["WORLD_SIZE"], environ.get("LOCAL_RANK", "0")
         return RankInfo(int(rank), int(size), int(local), environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
     if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:  # a batch script has no step
@@ -56,12 +52,11 @@ def bootstrap(environ: Mapping[str, str] = os.environ) -> RankInfo:
 def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
     # The step's own variables: those of a heterogeneous job describe only its first group.
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-    size = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "1")
     # Every task derives the same port; two jobs or steps on one node derive different ones.
     derived = 20000 + (int(environ.get("SLURM_JOB_ID", "0")) * 8 + int(environ["SLURM_STEP_ID"]) % 8) % 12000
     return RankInfo(
         int(environ["SLURM_PROCID"]),
-        int(size),
+        int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "1")),
         int(environ.get("SLURM_LOCALID", "0")),
         environ.get("MASTER_ADDR") or first_node(nodes),
         int(environ.get("MASTER_PORT", derived)),
@@ -69,11 +64,7 @@ def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
 
 
 def first_node(nodelist: str) -> str:
-    """First host of a Slurm node list: ``gpu[03-05,9],cpu1`` gives ``gpu03``.
-
-    Raises:
-        ConfigError: the list is empty.
-    """
+    """First host of a Slurm node list: ``gpu[03-05,9],cpu1`` gives ``gpu03``."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist.strip())
     if first is None:
         raise ConfigError(f"SLURM_STEP_NODELIST={nodelist!r} names no node; set MASTER_ADDR to rank 0's host")
@@ -89,9 +80,8 @@ def _from_mpi(environ: Mapping[str, str], rank: int, size: int, local: str | Non
         with needs_extra("mpi"):
             from mpi4py import MPI
     except MissingExtraError as error:
-        raise ConfigError(
-            f"{size} MPI ranks agree on an address by MPI: {error}; or set MASTER_ADDR and MASTER_PORT"
-        ) from error
+        message = f"{size} MPI ranks agree on an address by MPI: {error}; or set MASTER_ADDR and MASTER_PORT"
+        raise ConfigError(message) from error
     world = MPI.COMM_WORLD
     if world.Get_size() != size:
         raise ConfigError(f"mpi4py sees {world.Get_size()} ranks, the launcher started {size}; both must use one MPI")
@@ -106,10 +96,7 @@ def initialize(
 ) -> RankInfo:
     """Join the world and build Megatron-Core's groups and random states; on CPUs, install the shim.
 
-    Args:
-        seed: of the model-parallel random states.
-        timeout_s: seconds that a collective waits for a missing rank.
-        info: this rank's place; :func:`bootstrap` when None.
+    A collective waits ``timeout_s`` seconds for a missing rank. ``info`` defaults to :func:`bootstrap`.
 
     Raises:
         ConfigError: the number of ranks is not ``parallel.world_size``.

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-
 import torch.distributed as dist
 
 from megatron_fr.runtime.collectives import from_rank_zero
 from megatron_fr.trainer.data.client import RolloutClient, in_thread
-from megatron_fr.trainer.stop import Shutdown, StopRequest
+from megatron_fr.trainer.data.loader import Shutdown
 
 _TURN_S = 1.0
 
 
-def run_evaluation(client: RolloutClient, stop: StopRequest, name: str) -> dict[str, float]:
+def run_evaluation(client: RolloutClient, stop: object, name: str) -> dict[str, float]:
     """Evaluate the weights that the engines hold; a collective. The metrics are named ``eval/...``.
 
     Raises:
@@ -21,19 +19,18 @@ def run_evaluation(client: RolloutClient, stop: StopRequest, name: str) -> dict[
         RolloutEnded: the service cannot evaluate.
     """
     pending = in_thread(lambda: client.evaluate(name)) if dist.get_rank() == 0 else None
+
+    def wait_one_turn() -> tuple[bool, dict[str, float] | None]:
+        assert pending is not None
+        try:
+            return False, pending.result(timeout=_TURN_S)
+        except TimeoutError:
+            return bool(stop), None
+
     metrics: dict[str, float] | None = None
     while metrics is None:
         # In turns: neither a stop request nor another rank's collective may wait for the evaluation's end.
-        stopped, metrics = from_rank_zero(lambda: _wait_one_turn(pending, stop))
+        stopped, metrics = from_rank_zero(wait_one_turn)
         if stopped:
             raise Shutdown
     return {f"eval/{key}": value for key, value in metrics.items()}
-
-
-def _wait_one_turn(pending: Future[dict[str, float]] | None, stop: StopRequest) -> tuple[bool, dict[str, float] | None]:
-    """On rank 0: whether to stop, and the metrics once they are there."""
-    assert pending is not None
-    try:
-        return False, pending.result(timeout=_TURN_S)
-    except TimeoutError:
-        return bool(stop), None

@@ -96,7 +96,6 @@ class TrainerLoop:
         }
 
     def _step(self, batch: Batch) -> StepReport:
-        """One optimizer step on the batch; none where equal rewards give no signal."""
         train = self.config.train
         if not batch.signal and train.skip_without_signal:
             return self.step.skip()

@@ -12,8 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_fr.config import RunConfig
-from megatron_fr.config.sections import ParallelConfig
+from megatron_fr.config import ParallelConfig, RunConfig
 from megatron_fr.models.layers.aux_loss import BalancedRouter
 from megatron_fr.models.layers.core_attention import CoreAttention
 from megatron_fr.models.layers.norm import RMSNorm
@@ -33,14 +32,7 @@ def build_transformer_config(
     routing_replay: bool = False,
     aux_loss_coeff: float = 0.0,
 ) -> Any:
-    """Megatron-Core's ``TransformerConfig`` for a model.
-
-    Args:
-        dtype: of parameters and activations.
-        transformer_impl: ``te`` or ``local``.
-        recompute: ``train.recompute``.
-        routing_replay: build routers that can replay experts.
-        aux_loss_coeff: ``train.moe_aux_loss_coeff``.
+    """Megatron-Core's ``TransformerConfig`` for a model; ``dtype`` is that of parameters and activations.
 
     Raises:
         ConfigError: the model cannot be split as ``parallel`` says, or has no experts to balance.
@@ -107,7 +99,7 @@ def build_transformer_config(
 
 
 def build_model(
-    spec: ModelSpec, run_config: RunConfig, device: Device, *, routing_replay: bool | None = None
+    spec: ModelSpec, run_config: RunConfig, device: Device, *, routing_replay: bool = True
 ) -> list[torch.nn.Module]:
     """This rank's part of the model on its device: one chunk a virtual pipeline stage, weights not set.
 
@@ -115,16 +107,13 @@ def build_model(
     pipeline stage gives vocabulary-parallel logits ``[batch, sequence, padded_vocab / TP]``, of which columns from
     ``vocab_size`` on are garbage. Under sequence parallelism the sequence length must be a multiple of TP.
 
-    Args:
-        routing_replay: None: as ``train.routing_replay`` says, for models with experts.
+    ``routing_replay=False`` overrides ``train.routing_replay``.
 
     Raises:
         ConfigError: see :func:`build_transformer_config`.
     """
     train, parallel = run_config.train, run_config.parallel
     implementation = device.transformer_impl(run_config.model.transformer_impl)
-    if routing_replay is None:
-        routing_replay = train.routing_replay != "off"
     config = build_transformer_config(
         spec,
         parallel,
@@ -132,7 +121,7 @@ def build_model(
         dtype=getattr(torch, run_config.model.dtype),
         transformer_impl=implementation,
         recompute=train.recompute,
-        routing_replay=routing_replay and spec.moe,
+        routing_replay=routing_replay and spec.moe and train.routing_replay != "off",
         aux_loss_coeff=train.moe_aux_loss_coeff,
     )
     chunks = []
@@ -165,9 +154,16 @@ def _block_spec(config: Any, spec: ModelSpec, implementation: str, stage: int | 
     if implementation == "te":
         from megatron.core.extensions.transformer_engine import TENorm  # needs Transformer Engine
 
-        make, layer_norm = _te_layer, TENorm
+        make, layer_norm = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec, TENorm
     pattern = _moe_pattern(spec)
-    kinds = {moe: make(config, moe) for moe in set(pattern)}
+    kinds = {
+        moe: make(
+            num_experts=config.num_moe_experts if moe else None,
+            moe_grouped_gemm=config.moe_grouped_gemm and bool(moe),
+            qk_layernorm=config.qk_layernorm,
+        )
+        for moe in set(pattern)
+    }
     if config.moe_aux_loss_coeff:
         kinds[1].submodules.mlp.keywords["submodules"].router = BalancedRouter
     first = get_transformer_layer_offset(config, stage)
@@ -175,27 +171,16 @@ def _block_spec(config: Any, spec: ModelSpec, implementation: str, stage: int | 
     return TransformerBlockSubmodules(layer_specs=[kinds[moe] for moe in here], layer_norm=layer_norm)
 
 
-def _te_layer(config: Any, moe: int) -> Any:
-    return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts if moe else None,
-        moe_grouped_gemm=config.moe_grouped_gemm and bool(moe),
-        qk_layernorm=config.qk_layernorm,
-    )
-
-
-def _local_layer(config: Any, moe: int) -> Any:
+def _local_layer(*, num_experts: int | None, qk_layernorm: bool, moe_grouped_gemm: bool) -> Any:
     layer = gpt_layer_specs.get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts if moe else None,
-        moe_grouped_gemm=False,
-        qk_layernorm=config.qk_layernorm,
-        normalization=config.normalization,
+        num_experts, moe_grouped_gemm, qk_layernorm=qk_layernorm, normalization="RMSNorm"
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = CoreAttention
-    if config.qk_layernorm:
+    if qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if moe:
+    if num_experts:
         # Transformer Engine's layers fuse the norm into a dense MLP only: the same name in checkpoints of both.
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
     return layer

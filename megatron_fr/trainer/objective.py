@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_fr.algorithm import (
     LossStats,
@@ -35,24 +36,18 @@ class ContextGroup:
 
     group: dist.ProcessGroup
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
+    def sum(self, values: Tensor) -> Tensor:
         """Add ``values`` over the parts, without gradient: so the losses see whole trajectories."""
         total = values.detach().clone()
         dist.all_reduce(total, group=self.group)
         return total
 
     def failure_mask(
-        self,
-        entropy: torch.Tensor,
-        action_mask: torch.Tensor,
-        positions: torch.Tensor,
-        advantages: torch.Tensor,
-        quantile: float,
-    ) -> torch.Tensor:
-        """This rank's part of :func:`failure_token_mask` over whole trajectories.
+        self, entropy: Tensor, action_mask: Tensor, positions: Tensor, advantages: Tensor, quantile: float
+    ) -> Tensor:
+        """This rank's part of :func:`failure_token_mask`, from its parts ``[b, W]``; every rank has the same ``W``.
 
-        ``entropy``, ``action_mask`` and ``positions`` are ``[b, W]`` of this part; every rank has the same ``W``. Equal
-        entropies are ordered by their position in the whole trajectory.
+        Equal entropies are ordered by their position in the whole trajectory.
         """
         whole = [self._gather(t) for t in (entropy, action_mask.to(torch.uint8), positions)]
         order = whole[2].argsort(dim=1, stable=True)
@@ -60,7 +55,7 @@ class ContextGroup:
         keep = torch.empty_like(ordered).scatter_(1, order, ordered)
         return keep.chunk(dist.get_world_size(self.group), dim=1)[dist.get_rank(self.group)]
 
-    def _gather(self, part: torch.Tensor) -> torch.Tensor:
+    def _gather(self, part: Tensor) -> Tensor:
         parts = [torch.empty_like(part) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(parts, part.contiguous(), group=self.group)
         return torch.cat(parts, dim=1)
@@ -82,8 +77,7 @@ class Objective:
     """
 
     def __init__(self, config: AlgorithmConfig, context: ContextGroup | None = None) -> None:
-        self._config = config
-        self._context = context
+        self._config, self._context = config, context
         self._advantage: Any = "group" if isinstance(config, GRPOConfig) else config.advantage
         if ":" in self._advantage:
             self._advantage = import_object(self._advantage, "algorithm.advantage")
@@ -108,8 +102,8 @@ class Objective:
         return compute_advantages(name, batch).tolist(), signal
 
     def loss(
-        self, batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor, constants: BatchConstants
-    ) -> tuple[torch.Tensor, LossStats, dict[str, torch.Tensor]]:
+        self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, constants: BatchConstants
+    ) -> tuple[Tensor, LossStats, dict[str, Tensor]]:
         """This micro-batch's part of the update's loss, its statistics, and those of the user's own loss.
 
         ``logprobs`` of the targets and ``entropy`` are float32 ``[r, c]``; only the first has a gradient.
@@ -139,7 +133,7 @@ class Objective:
                 )
         if isinstance(config, GRPOConfig):
             return *grpo_loss(**common, clip_low=config.clip_low, clip_high=config.clip_high), {}
-        keep: torch.Tensor | None = None
+        keep: Tensor | None = None
         if config.failure_token_quantile != 1:
             filtered = batch.by_trajectory(entropy), mask
             if self._context is None:

@@ -23,12 +23,11 @@ from megatron_fr.models.layouts import uses_sequence_parallel
 from megatron_fr.models.spec import ModelSpec
 from megatron_fr.runtime.device import Device
 from megatron_fr.trainer.data.batch import BatchLayout, RouteShape
-from megatron_fr.trainer.head import LogprobHead
 from megatron_fr.trainer.logprob import LogprobSettings
 from megatron_fr.trainer.model import build_model
 from megatron_fr.trainer.objective import ContextGroup, Objective
 from megatron_fr.trainer.routing_replay import RoutingReplay
-from megatron_fr.trainer.step import TrainStep
+from megatron_fr.trainer.step import LogprobHead, TrainStep
 
 
 @dataclass
@@ -82,10 +81,24 @@ def build_policy(config: RunConfig, device: Device) -> Policy:
     )
     ddp_chunks = wrap_for_training(chunks, parallel)
     optimizer = make_optimizer(ddp_chunks, config.optimizer, parallel, getattr(torch, config.model.dtype))
+    rates, updates = config.optimizer, train.num_updates
+    schedule = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=rates.lr,
+        min_lr=rates.lr * rates.min_lr_ratio,
+        lr_warmup_steps=min(int(rates.warmup_fraction * updates), updates - 1),
+        lr_decay_steps=updates,
+        lr_decay_style=rates.schedule,
+        start_wd=rates.weight_decay,
+        end_wd=rates.weight_decay,
+        wd_incr_steps=updates,
+        wd_incr_style="constant",
+    )
     step = TrainStep(
         chunks=ddp_chunks,
         optimizer=optimizer,
-        schedule=_make_schedule(optimizer, config.optimizer, train.num_updates),
+        schedule=schedule,
         objective=Objective(config.algorithm, context),
         head=LogprobHead(settings),
         replay=replay,
@@ -135,20 +148,3 @@ def make_optimizer(
         chunk.config.grad_scale_func = optimizer.scale_loss
         chunk.config.finalize_model_grads_func = finalize_model_grads
     return optimizer
-
-
-def _make_schedule(optimizer: MegatronOptimizer, config: OptimizerConfig, num_updates: int) -> OptimizerParamScheduler:
-    """Warm up, then decay to ``lr * min_lr_ratio`` at ``num_updates``; step it before each update."""
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=config.lr,
-        min_lr=config.lr * config.min_lr_ratio,
-        lr_warmup_steps=min(int(config.warmup_fraction * num_updates), num_updates - 1),
-        lr_decay_steps=num_updates,
-        lr_decay_style=config.schedule,
-        start_wd=config.weight_decay,
-        end_wd=config.weight_decay,
-        wd_incr_steps=num_updates,
-        wd_incr_style="constant",
-    )

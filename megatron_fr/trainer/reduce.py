@@ -36,7 +36,7 @@ def reduce_results(
     Args:
         faults: messages about values on this rank that are not finite.
         live: see :func:`_replay_differences`; None without that comparison.
-        routes: (token, layer) pairs for which the live router agrees with the replay, and all pairs.
+        routes: see :meth:`RoutingReplay.end`.
 
     Raises:
         UpdateError: some rank has a fault; every rank raises it.

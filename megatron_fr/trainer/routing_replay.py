@@ -1,10 +1,8 @@
 """Rollout routing replay (R3): the training forward takes the experts that the engine chose.
 
-Megatron-Core's ``RouterReplay`` asks one object for each MoE layer which experts to select. Here that is a slot with
-two cursors over the micro-batches, one for forwards and one for recomputed forwards, which suits every schedule.
-
-Only the selection is forced. Router logits and probabilities come from the live weights, so gradients reach the router.
-The selection of a forward is kept for its recomputed forward. ``record`` does only this and forces nothing.
+Each router has a slot with two cursors over the micro-batches, one for forwards and one for recomputed forwards, which
+suits every schedule. Only the selection is forced: router logits and probabilities come from the live weights, so
+gradients reach the router. A recomputed forward takes the selection of its forward; ``record`` does only this.
 """
 
 from __future__ import annotations
@@ -30,15 +28,11 @@ class MicroBatchRoutes:
 
 
 class RoutingReplay:
-    """Drives the routers of one model.
+    """Drives the routers of the rank's model chunks, built with ``moe_enable_routing_replay``.
 
     Args:
-        chunks: the rank's model chunks, built with ``moe_enable_routing_replay``.
         moe_layers: numbers, from 1, of the whole model's MoE layers in order: the columns of a trajectory's routes.
         recompute: whether every router runs again in the backward.
-
-    Attributes:
-        columns: columns of a trajectory's routes that this rank's routers follow, in their order.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], moe_layers: Sequence[int], *, recompute: bool) -> None:
@@ -53,42 +47,34 @@ class RoutingReplay:
             router.router_replay = slot
             router.register_forward_hook(slot.check)
             self._slots.append(slot)
+        #: Columns of a trajectory's routes that this rank's routers follow, in their order.
         self.columns = tuple(moe_layers.index(slot.layer_number) for slot in self._slots)
         # Megatron lists every router of the process; a second model must not add to that list.
         RouterReplay.global_router_replay_instances.clear()
 
     def begin(self, batches: Sequence[MicroBatchRoutes | None]) -> None:
-        """Set the routes of the next micro-batches, in schedule order; None means the live router.
-
-        With none, the live router decides until the next call; routes of a failed step are forgotten unchecked.
-        """
+        """Set the routes of the next micro-batches, in schedule order; None means the live router."""
         self._batches = batches
         for slot in self._slots:
             slot.reset()
 
     def end(self) -> tuple[float, float]:
-        """Forget the routes.
-
-        Returns:
-            Number of this rank's (token, layer) pairs for which the live router would have chosen the same experts,
-            and of all.
+        """Forget the routes; of how many (token, layer) pairs the live router agrees, and of how many in all.
 
         Raises:
             RuntimeError: a router did not use the routes of every forward, or sent a token to other experts.
         """
         expected = len(self._batches)
         for slot in self._slots:
+            where = f"routing replay of layer {slot.layer_number}"
             backward = expected if self._recompute and slot.trained else 0
             if slot.forward_cursor != expected or slot.recompute_cursor != backward:
                 raise RuntimeError(
-                    f"routing replay of layer {slot.layer_number}: {slot.forward_cursor} of {expected} forwards and "
-                    f"{slot.recompute_cursor} of {backward} recomputed forwards consumed their routes"
+                    f"{where}: {slot.forward_cursor} of {expected} forwards and {slot.recompute_cursor} of {backward} "
+                    "recomputed forwards consumed their routes"
                 )
             if bool(slot.strayed):
-                raise RuntimeError(
-                    f"routing replay of layer {slot.layer_number}: {int(slot.strayed)} (token, expert) pairs were not "
-                    "dispatched as given"
-                )
+                raise RuntimeError(f"{where}: {int(slot.strayed)} (token, expert) pairs were not dispatched as given")
         counts = sum(float(s.agreeing) for s in self._slots), sum(float(s.counted) for s in self._slots)
         self.begin(())
         return counts
@@ -142,10 +128,8 @@ class _Slot(RouterReplay):
         if routes is None:
             return live
         if len(routes.experts) != len(live):
-            raise RuntimeError(
-                f"routing replay of layer {self.layer_number}: {len(routes.experts)} rows of routes for "
-                f"{len(live)} tokens"
-            )
+            rows = f"{len(routes.experts)} rows of routes for {len(live)} tokens"
+            raise RuntimeError(f"routing replay of layer {self.layer_number}: {rows}")
         forced = routes.experts[:, self._column].long()
         same = (forced.sort(dim=-1).values == live.sort(dim=-1).values).all(dim=-1)
         self.agreeing = self.agreeing + (same & routes.counted).sum()
@@ -153,7 +137,7 @@ class _Slot(RouterReplay):
         return torch.where(routes.given[:, None], forced, live)
 
     @torch.no_grad()
-    def check(self, router: torch.nn.Module, inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def check(self, _router: torch.nn.Module, _inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         """As a hook after the router: count the given experts that are not in its map."""
         if self.given is not None:
             self.strayed = self.strayed + (~output[1].bool().gather(1, self.given)).sum()
@@ -161,15 +145,12 @@ class _Slot(RouterReplay):
 
 
 def device_route_dtype(num_experts: int) -> torch.dtype:
-    """Torch dtype as wide as :func:`megatron_fr.trajectory.route_dtype`; torch hardly supports uint16."""
+    """Torch dtype as wide as :func:`route_dtype`; torch hardly supports uint16."""
     return torch.uint8 if route_dtype(num_experts).itemsize == 1 else torch.int16
 
 
 def padding_routes(rows: int, columns: Sequence[int], top_k: int, num_experts: int) -> torch.Tensor:
-    """Valid, distinct experts for padding rows, spread evenly: ``[rows, len(columns), top_k]``.
-
-    ``columns`` are those of the whole model's routes, so that every layout gives a row the same experts.
-    """
+    """Distinct experts ``[rows, len(columns), top_k]`` for padding, spread evenly, the same in every layout."""
     layers = torch.tensor(columns, dtype=torch.int64)
     first = torch.arange(rows)[:, None, None] * top_k + layers[None, :, None]
     return ((first + torch.arange(top_k)) % num_experts).to(device_route_dtype(num_experts))

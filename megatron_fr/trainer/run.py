@@ -19,26 +19,24 @@ from megatron_fr.observe.progress import Progress
 from megatron_fr.runtime.collectives import from_rank_zero
 from megatron_fr.runtime.device import Device
 from megatron_fr.trainer.data.client import RolloutClient
-from megatron_fr.trainer.data.loader import BatchLoader
+from megatron_fr.trainer.data.loader import BatchLoader, Shutdown
 from megatron_fr.trainer.distributed import RankInfo
 from megatron_fr.trainer.evaluation import run_evaluation
 from megatron_fr.trainer.loop import RunPosition, TrainerLoop
 from megatron_fr.trainer.policy import build_policy
-from megatron_fr.trainer.stop import Shutdown, StopRequest
 from megatron_fr.trainer.weight_push import WeightSync
 
 
 def train(
-    config: RunConfig, device: Device, info: RankInfo, service_url: str, stop: StopRequest, resume: Path | None
+    config: RunConfig, device: Device, info: RankInfo, service_url: str, stop: object, resume: Path | None
 ) -> Path:
     """Build this rank's trainer and run it to its end; the Hugging Face folder of the last weights.
 
-    Args:
-        resume: checkpoint from which the service was restored too; None: start anew.
+    ``stop`` is true on rank 0 once the run is asked to stop. ``resume`` is the checkpoint from which the service was
+    restored too, None to start anew.
 
     Raises:
-        MegatronFRError: the model cannot be built, the checkpoint does not fit, the engines cannot be reached, or see
-            :func:`run_and_save`.
+        MegatronFRError: the trainer cannot be built, or see :func:`run_and_save`.
     """
     policy = build_policy(config, device)
     client = RolloutClient(service_url)
@@ -106,7 +104,7 @@ def go_on_from(folder: Path, client: RolloutClient, checkpoints: TrainingCheckpo
 
 
 def weight_export(output: Path, write: Callable[[Path], None]) -> Callable[[int], Path]:
-    """Make what writes the current weights, given their update, once to ``output/checkpoints/update-N``."""
+    """Make what writes the weights of an update once to ``output/checkpoints/update-N``."""
 
     @cache  # so a folder of an earlier run is replaced, and one of this run is not
     def export(update: int) -> Path:

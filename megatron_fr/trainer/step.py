@@ -19,14 +19,63 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 
 from megatron_fr.errors import UpdateError
 from megatron_fr.models.layers.aux_loss import aux_loss_metrics, reset_aux_loss, router_padding
 from megatron_fr.trainer.data.batch import MicroBatch
-from megatron_fr.trainer.head import HeadTask, LogprobHead
+from megatron_fr.trainer.logprob import LogprobSettings, head_logprobs
 from megatron_fr.trainer.objective import BatchConstants, Objective
 from megatron_fr.trainer.reduce import reduce_own_statistics, reduce_results
 from megatron_fr.trainer.routing_replay import RoutingReplay
+
+
+@dataclass(frozen=True)
+class HeadTask:
+    """Targets of one forward, equal on all ranks of a tensor-parallel group."""
+
+    targets: torch.Tensor  # int64 [b, P], next token of each position
+    wanted: torch.Tensor | None = None  # bool [b, P], positions that go through the head; the others give 0
+
+
+@dataclass(frozen=True)
+class LogprobHead:
+    """An ``output_processor`` for ``GPTModel.forward``, with a :class:`HeadTask` as its context.
+
+    Tied embeddings and DDP's hooks and buffers work as with Megatron's own output layer.
+    """
+
+    settings: LogprobSettings
+
+    def __call__(
+        self,
+        *,
+        hidden_states: torch.Tensor,  # [P, b, H], or this rank's [P / TP, b, H] under sequence parallelism
+        output_layer: Any,
+        output_weight: torch.Tensor | None,  # of a tied embedding; None without ties
+        context: HeadTask,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities (differentiable) and entropy (without gradient), float32 ``[b, P]``."""
+        weight = output_layer.weight if output_weight is None else output_weight
+        group = self.settings.group
+        if output_layer.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
+        rows, positions = context.targets.shape
+        hidden = hidden_states.reshape(positions * rows, -1)
+        # The sequence is the first dimension of Megatron's hidden states.
+        targets = context.targets.t().reshape(-1)
+        where = None
+        if context.wanted is not None:
+            where = context.wanted.t().reshape(-1).nonzero().squeeze(1)
+            hidden, targets = hidden[where], targets[where]
+        if not output_layer.sequence_parallel and group is not None:
+            # An identity whose backward sums the ranks' gradients.
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+        logprobs, entropy = head_logprobs(hidden, weight, targets, self.settings)
+        if where is not None:
+            logprobs, entropy = (v.new_zeros(positions * rows).index_copy(0, where, v) for v in (logprobs, entropy))
+        return logprobs.view(positions, rows).t(), entropy.view(positions, rows).t()
 
 
 @dataclass(frozen=True)
@@ -55,15 +104,17 @@ class TrainStep:
     ) -> StepReport:
         """Run forward and backward over this rank's micro-batches, on every rank equally many; then one optimizer step.
 
-        Args:
-            check_replay: run a forward with the live router first, where routes are replayed.
+        ``check_replay`` runs a forward with the live router first, where routes are replayed.
 
         Raises:
             UpdateError: a log-probability, ratio or gradient of some rank is not finite. Every rank raises it before
                 weights and moments change.
         """
         started = time.monotonic()
-        live = self._live_logprobs(batches) if check_replay and batches[0].routes is not None else None
+        device = next(self.chunks[0].parameters()).device
+        live = self.logprobs(batches, live=True) if check_replay and batches[0].routes is not None else None
+        if live is not None and device.type == "cuda":
+            torch.cuda.synchronize()  # its time must not count as the training forward's
         replay_check_s = time.monotonic() - started
         started = time.monotonic()
         for chunk in self.chunks:
@@ -72,8 +123,7 @@ class TrainStep:
         scale = parallel_state.get_data_parallel_world_size() * len(batches)
         loss = partial(self._training_loss, constants=constants, scale=scale)
         reset_aux_loss()
-        results, routes = self._run(batches, loss, train=True, actions_only=True)
-        device = next(self.chunks[0].parameters()).device
+        results, routes = self._run(batches, loss, train=True)
         metrics = reduce_results(
             batches, results, self._faults(results), live=live, routes=routes, constants=constants, device=device
         )
@@ -88,7 +138,7 @@ class TrainStep:
         if not metrics["trust_region/admitted_tokens"]:
             # The gradient is exactly zero, and Adam's momentum alone must not move the weights.
             return StepReport(metrics, forward_backward_s, 0.0, stepped=False)
-        stepped, grad_norm, _zeros = self.optimizer.step()
+        stepped, grad_norm, _ = self.optimizer.step()
         metrics["train/grad_norm"] = float(grad_norm or 0.0)
         metrics["train/lr"] = float(self.optimizer.param_groups[0]["lr"])
         return StepReport(metrics, forward_backward_s, time.monotonic() - started, bool(stepped))
@@ -99,26 +149,15 @@ class TrainStep:
         return StepReport({}, 0.0, 0.0, stepped=False)
 
     @torch.no_grad()
-    def logprobs(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Log-probabilities float32 ``[r, c]`` of each micro-batch's targets; empty before the last pipeline stage."""
-        return [r["logprobs"] for r in self._run(batches, _inference_loss, train=False)[0]]
+    def logprobs(self, batches: Sequence[MicroBatch], *, live: bool = False) -> list[torch.Tensor]:
+        """Log-probabilities float32 ``[r, c]`` of each micro-batch's targets; empty before the last pipeline stage.
 
-    @torch.no_grad()
-    def _live_logprobs(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Log-probabilities of action tokens (0 elsewhere) with the live router's experts."""
-        results, _ = self._run(batches, _inference_loss, train=False, actions_only=True, live=True)
-        if batches[0].tokens.is_cuda:
-            torch.cuda.synchronize()  # its time must not count as the training forward's
-        return [r["logprobs"] for r in results]
+        With ``live``, of action tokens alone, 0 elsewhere, and with the live router's experts.
+        """
+        return [r["logprobs"] for r in self._run(batches, _inference_loss, train=False, live=live)[0]]
 
     def _run(
-        self,
-        batches: Sequence[MicroBatch],
-        loss: Callable[..., Any],
-        *,
-        train: bool,
-        actions_only: bool = False,
-        live: bool = False,
+        self, batches: Sequence[MicroBatch], loss: Callable[..., Any], *, train: bool, live: bool = False
     ) -> tuple[list[dict[str, Any]], tuple[float, float]]:
         """Run the schedule once: results of ``loss``, see :func:`reduce_results`, and :meth:`RoutingReplay.end`."""
         if self.replay is not None:
@@ -129,7 +168,7 @@ class TrainStep:
         iterators = [iter(batches) for _ in self.chunks]
         try:
             results: list[dict[str, Any]] = get_forward_backward_func()(
-                forward_step_func=partial(self._forward, loss=loss, actions_only=actions_only),
+                forward_step_func=partial(self._forward, loss=loss, actions_only=train or live),
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=list(self.chunks),
                 num_microbatches=len(batches),
@@ -173,7 +212,6 @@ class TrainStep:
         return loss * scale, report | {"logprobs": logprobs.detach()}
 
     def _faults(self, results: Sequence[dict[str, Any]]) -> list[str]:
-        """What on this rank is not finite."""
         faults = [result["fault"] for result in results if "fault" in result]
         buffers = [b for chunk in self.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         # A sum keeps any NaN or infinity, and needs no mask of the buffer's size.

@@ -182,9 +182,9 @@ def _gradients(folder: Path, parallel: dict[str, Any], train: dict[str, Any]) ->
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_fr.trainer.head import HeadTask, LogprobHead
     from megatron_fr.trainer.logprob import LogprobSettings
     from megatron_fr.trainer.policy import make_optimizer, wrap_for_training
+    from megatron_fr.trainer.step import HeadTask, LogprobHead
 
     spec = read_spec(folder)
     chunks = build_model(spec, config, device)

@@ -16,11 +16,11 @@ from megatron_fr.checkpoint.store import RunRecord
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import CheckpointError, RequestFailed, SyncError
 from megatron_fr.observe.metrics import METRICS_FILE, read_metrics
+from megatron_fr.trainer.data.loader import Shutdown
 from megatron_fr.trainer.evaluation import run_evaluation
 from megatron_fr.trainer.loop import RunPosition, TrainerLoop
 from megatron_fr.trainer.run import begin_anew, go_on_from, recorder, run_and_save, weight_export
 from megatron_fr.trainer.step import StepReport
-from megatron_fr.trainer.stop import Shutdown
 
 
 @pytest.fixture(autouse=True)

@@ -38,18 +38,6 @@ class BatchLayout:
     context_rank: int = 0  # the zig-zag part whose tokens this rank holds
     context_size: int = 1
 
-    @property
-    def sequence_multiple(self) -> int:
-        """What the length of a whole sequence must be a multiple of."""
-        return 2 * self.context_size if self.context_size > 1 else 1
-
-    @property
-    def row_multiple(self) -> int:
-        """What the length of a whole row is a multiple of: each context part splits over sequence ranks."""
-        if self.context_size == 1:
-            return self.sequence_size
-        return self.context_size * math.lcm(2, self.sequence_size)
-
 
 @dataclass(frozen=True)
 class RowView:
@@ -94,12 +82,10 @@ def build_micro_batch(
     route_shape: RouteShape | None = None,
     device: torch.device | str = "cpu",
 ) -> MicroBatch:
-    """Lay trajectories out as this rank sees them.
+    """Lay trajectories out as this rank sees them; ``route_shape`` is None without routing replay.
 
-    An empty list gives one sequence without action tokens: its loss is 0 and still connected to the graph.
-
-    Args:
-        route_shape: replay routes of this shape; None for no replay. A trajectory without routes uses the live router.
+    An empty list gives one sequence without action tokens: its loss is 0 and still connected to the graph. A trajectory
+    without routes uses the live router.
     """
     spans = _place(trajectories, layout)
     parts = [start + zigzag_positions(length, layout.context_rank, layout.context_size) for start, length in spans]
@@ -121,6 +107,13 @@ def build_micro_batch(
         behavior[here] = np.where(t.action_mask[1:], t.behavior_logprobs[1:], 0.0)
         versions[here] = t.versions[1:]
 
+    packed_params = None
+    if layout.packed:
+        # Padding at a sequence's end counts as part of it: causal attention keeps it away from real tokens.
+        bounds = torch.tensor([start for start, _ in spans] + [width], dtype=torch.int32, device=device)
+        longest = max(length for _, length in spans)
+        packed_params = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest)
+
     def local(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array)[columns].to(device)
 
@@ -134,7 +127,7 @@ def build_micro_batch(
         versions=local(versions),
         advantages=torch.tensor(list(advantages) or [0.0], dtype=torch.float32, device=device),
         routes=_routes(trajectories, spans, columns, layout, route_shape, device) if route_shape else None,
-        packed_seq_params=_packed_params(spans, device) if layout.packed else None,
+        packed_seq_params=packed_params,
         rows=_row_view([len(part) for part in parts], device) if layout.packed else None,
     )
 
@@ -142,11 +135,14 @@ def build_micro_batch(
 def _place(trajectories: Sequence[Trajectory], layout: BatchLayout) -> list[tuple[int, int]]:
     """Start and padded length of each sequence in the flattened whole micro-batch."""
     lengths = [len(t) - 1 for t in trajectories] or [1]
+    # A sequence has two chunks for each context rank, whose part of a row splits over sequence ranks.
+    context, sequence = layout.context_size, layout.sequence_size
+    chunks, row_multiple = (1, sequence) if context == 1 else (2 * context, context * math.lcm(2, sequence))
     if not layout.packed:
-        width = _round_up(max(lengths), layout.row_multiple)
+        width = _round_up(max(lengths), row_multiple)
         return [(row * width, width) for row in range(len(lengths))]
-    lengths = [_round_up(n, layout.sequence_multiple) for n in lengths]
-    total = _round_up(sum(lengths), layout.row_multiple)
+    lengths = [_round_up(n, chunks) for n in lengths]
+    total = _round_up(sum(lengths), row_multiple)
     lengths[-1] += total - sum(lengths)
     starts = np.cumsum([0, *lengths[:-1]]).tolist()
     return list(zip(starts, lengths, strict=True))
@@ -154,17 +150,9 @@ def _place(trajectories: Sequence[Trajectory], layout: BatchLayout) -> list[tupl
 
 def _row_view(lengths: Sequence[int], device: torch.device | str) -> RowView:
     slots = torch.arange(max(lengths))
-    starts = torch.tensor(np.cumsum([0, *lengths[:-1]]))
-    valid = slots[None, :] < torch.tensor(lengths)[:, None]
-    index = torch.where(valid, starts[:, None] + slots[None, :], 0)
+    valid = slots < torch.tensor(lengths)[:, None]
+    index = torch.where(valid, torch.tensor(np.cumsum([0, *lengths[:-1]]))[:, None] + slots, 0)
     return RowView(index.to(device), valid.to(device))
-
-
-def _packed_params(spans: Sequence[tuple[int, int]], device: torch.device | str) -> PackedSeqParams:
-    # Padding at a sequence's end counts as part of it: causal attention keeps it away from real tokens.
-    bounds = torch.tensor([start for start, _ in spans] + [sum(spans[-1])], dtype=torch.int32, device=device)
-    longest = max(length for _, length in spans)
-    return PackedSeqParams("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
 def _routes(
@@ -175,7 +163,6 @@ def _routes(
     shape: RouteShape,
     device: torch.device | str,
 ) -> MicroBatchRoutes:
-    """Routes of the tokens at ``columns`` ``[rows, positions]`` of the whole micro-batch."""
     width = sum(spans[-1])
     experts = padding_routes(width, shape.columns, shape.top_k, shape.num_experts)
     # Padding is forced, a real token without routes is not.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import batched
 from typing import Any
 
 import httpx
@@ -46,7 +47,10 @@ class Lease:
 
 
 class RolloutClient:
-    """Blocking client of the rollout service at ``url``."""
+    """Blocking client of the rollout service at ``url``.
+
+    A call raises ``RolloutEnded`` with the service's reason when it cannot go on, else ``RequestFailed``.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -62,11 +66,7 @@ class RolloutClient:
         return dict(self._call("GET", "/status").json())
 
     def start(self, version: int) -> None:
-        """The engines hold ``version``: rollouts of a restored run may begin (others run already).
-
-        Raises:
-            RolloutEnded: the service was restored from another version.
-        """
+        """The engines hold ``version``: rollouts of a restored run may begin (others run already)."""
         self._call("POST", "/start", {"version": version})
 
     def state(self) -> bytes:
@@ -74,11 +74,7 @@ class RolloutClient:
         return self._call("GET", "/state", timeout_s=600.0).content
 
     def lease(self, version: int, *, wait_s: float = 5.0) -> Lease | None:
-        """The next batch, or None when none was complete within ``wait_s``.
-
-        Raises:
-            RolloutEnded: the service cannot go on; the message is its reason.
-        """
+        """The next batch, or None when none was complete within ``wait_s``."""
         response = self._call("POST", "/lease", {"version": version, "wait_s": wait_s}, timeout_s=wait_s + 60.0)
         if response.status_code == 204:
             return None
@@ -88,9 +84,8 @@ class RolloutClient:
     def fetch(self, ids: Sequence[str]) -> list[Trajectory]:
         """Payloads of leased trajectories, in the order of ``ids``."""
         found: list[Trajectory] = []
-        for start in range(0, len(ids), _IDS_PER_REQUEST):
-            part = ",".join(ids[start : start + _IDS_PER_REQUEST])
-            found += decode(self._call("GET", "/trajectories", params={"ids": part}).content)
+        for part in batched(ids, _IDS_PER_REQUEST):
+            found += decode(self._call("GET", "/trajectories", params={"ids": ",".join(part)}).content)
         return found
 
     def commit(self, batch_id: str, *, version: int, stepped: bool) -> None:
@@ -102,36 +97,21 @@ class RolloutClient:
         return dict(self._call("POST", "/evaluate", {"name": name}, timeout_s=3600.0).json()["metrics"])
 
     def probe(self, engine: str, *, max_tokens: int, timeout_s: float) -> Trajectory:
-        """A fresh trajectory that ``engine`` generates with the weights it holds now.
-
-        Args:
-            timeout_s: of all attempts together; a probe changes nothing, so it may be repeated.
-
-        Raises:
-            RequestFailed: every attempt failed.
-            RolloutEnded: the service cannot go on.
-        """
+        """A fresh trajectory of ``engine``, from several attempts that take ``timeout_s`` together."""
         body = {"engine": engine, "max_tokens": max_tokens}
         deadline = time.monotonic() + timeout_s
-        for attempt in range(1, _PROBE_ATTEMPTS + 1):
+        for left in range(_PROBE_ATTEMPTS, 0, -1):
             # An equal part of what is left, pauses included: the last attempt ends at the deadline.
-            share = (deadline - time.monotonic()) / (_PROBE_ATTEMPTS + 1 - attempt)
+            share = (deadline - time.monotonic()) / left
             try:
                 return decode(self._call("POST", "/probe", body, timeout_s=max(share, 0.1)).content)[0]
             except RequestFailed as error:
-                if attempt == _PROBE_ATTEMPTS:
-                    raise RequestFailed(f"engine {engine} answered none of {attempt} probes; last: {error}") from error
-            time.sleep(min(_PROBE_PAUSE_S, 0.1 * share))
-        raise AssertionError("unreachable")
+                last = error
+            time.sleep(min(_PROBE_PAUSE_S, 0.1 * share) if left > 1 else 0)
+        raise RequestFailed(f"engine {engine} answered none of {_PROBE_ATTEMPTS} probes; last: {last}") from last
 
     def _call(
-        self,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None = None,
-        *,
-        params: dict[str, str] | None = None,
-        timeout_s: float = 60.0,
+        self, method: str, path: str, body: Any = None, *, params: dict[str, str] | None = None, timeout_s: float = 60.0
     ) -> httpx.Response:
         try:
             response = self._http.request(method, path, json=body, params=params, timeout=timeout_s)
@@ -140,10 +120,9 @@ class RolloutClient:
         except httpx.HTTPError as error:
             raise RequestFailed(f"rollout service {self.url}{path}: {type(error).__name__}: {error}") from error
         if response.status_code >= 400:
-            reason = None
+            reason = f"rollout service {self.url}{path}: HTTP {response.status_code}"
             with suppress(ValueError):
-                reason = response.json().get("error")
-            reason = reason or f"rollout service {self.url}{path}: HTTP {response.status_code}"
+                reason = response.json().get("error") or reason
             raise RolloutEnded(reason) if response.status_code == 410 else RequestFailed(reason)
         return response
 

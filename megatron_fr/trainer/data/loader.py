@@ -20,13 +20,16 @@ from megatron_fr.trainer.data.client import Lease, LeasedItem, RolloutClient
 from megatron_fr.trainer.data.packing import assign_to_ranks, plan_micro_batches
 from megatron_fr.trainer.objective import BatchConstants
 from megatron_fr.trainer.policy import Policy
-from megatron_fr.trainer.stop import Shutdown, StopRequest
 from megatron_fr.trajectory import Trajectory
+
+
+class Shutdown(Exception):
+    """Rank 0 was asked to stop; raised on every rank at the same place."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One update's data on one rank. ``lease`` and ``signal`` are equal on every rank."""
+    """One update's data on one rank; all but ``micro_batches`` is equal on every rank."""
 
     lease: Lease
     constants: BatchConstants
@@ -37,23 +40,12 @@ class Batch:
 
 
 class BatchLoader:
-    """One per rank.
-
-    Args:
-        device: where micro-batches are put.
-        stop: looked at on rank 0 while a batch is waited for.
-    """
+    """Puts batches on ``device``; one per rank. ``stop`` is true on rank 0 once the run is asked to stop."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        policy: Policy,
-        client: RolloutClient,
-        device: torch.device,
-        stop: StopRequest | None = None,
+        self, config: RunConfig, policy: Policy, client: RolloutClient, device: torch.device, stop: object = None
     ) -> None:
-        self._client = client
-        self._stop = stop
+        self._client, self._stop = client, stop
         self._objective = policy.step.objective
         self._plan: dict[str, Any] = {
             "micro_batch_size": config.train.micro_batch_size,
@@ -111,15 +103,10 @@ class BatchLoader:
         return [build_micro_batch([trajectory], [0.0], **self._build), *empty]
 
     def _attempt(self, version: int) -> tuple[bool, Lease | None]:
-        """Whether to stop, and the lease if there was a full batch within a second."""
         return (True, None) if self._stop else (False, self._client.lease(version, wait_s=1.0))
 
     def _fetch(self, ids: list[str]) -> list[Trajectory]:
-        """The first rank of each model-parallel group asks the service, the others get its copy.
-
-        Raises:
-            RolloutEnded: a group got none; raised on every rank, so that all of them can save together.
-        """
+        """The first rank of each model-parallel group asks for all; where one fails, every rank raises RolloutEnded."""
         source = parallel_state.get_model_parallel_src_rank()
         group = parallel_state.get_model_parallel_group(check_initialized=False)
         trajectories: list[Trajectory] = []

@@ -8,12 +8,9 @@ import numpy as np
 
 
 def assign_to_ranks(num_tokens: Sequence[int], ranks: int) -> list[list[int]]:
-    """Split trajectories over data-parallel ranks: counts differ by one at most, token loads are balanced.
+    """Split indices of trajectories over data-parallel ranks: counts differ by one at most, token loads are balanced.
 
     Longest first, each to the least loaded rank that still has room (greedy number partitioning).
-
-    Returns:
-        for each rank the indices into ``num_tokens``.
     """
     floor, extra = divmod(len(num_tokens), ranks)
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -24,12 +21,6 @@ def assign_to_ranks(num_tokens: Sequence[int], ranks: int) -> list[list[int]]:
         shares[rank].append(index)
         loads[rank] += num_tokens[index]
     return shares
-
-
-def split_micro_batches(num_tokens: Sequence[int], count: int) -> list[list[int]]:
-    """Split a rank's trajectories into ``count`` micro-batches, similar lengths together; some may be empty."""
-    order = sorted(range(len(num_tokens)), key=lambda i: (num_tokens[i], i))
-    return [[int(i) for i in part] for part in np.array_split(np.array(order, dtype=np.int64), count)]
 
 
 def pack_micro_batches(num_tokens: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -57,13 +48,9 @@ def plan_micro_batches(
 ) -> list[list[int]]:
     """The micro-batches of one data-parallel rank, as indices into ``num_tokens[rank]``; some may be empty.
 
-    Every rank gets the same number of them, since expert parallelism communicates in each.
-
-    Args:
-        num_tokens: of every rank's share.
-        micro_batch_size: trajectories in each, where ``max_tokens`` is None.
-        max_tokens: in each, padding not counted.
-        multiple_of: what the number of micro-batches must be a multiple of, for interleaved pipelines.
+    Every rank gets the same number of them, a multiple of ``multiple_of``, since expert parallelism communicates in
+    each. They have ``micro_batch_size`` trajectories, or with ``max_tokens`` at most so many tokens without padding.
+    ``num_tokens`` is of every rank's share.
     """
     if max_tokens is None:
         count = -(-max(map(len, num_tokens)) // micro_batch_size)
@@ -71,8 +58,9 @@ def plan_micro_batches(
         packed = [pack_micro_batches(share, max_tokens) for share in num_tokens]
         count = max(map(len, packed))
     count = -(-count // multiple_of) * multiple_of
-    if max_tokens is None:
-        return split_micro_batches(num_tokens[rank], count)
+    if max_tokens is None:  # similar lengths together
+        order = np.argsort(num_tokens[rank], kind="stable")
+        return [part.tolist() for part in np.array_split(order, count)]
     return packed[rank] + [[] for _ in range(count - len(packed[rank]))]
 
 
