@@ -42,10 +42,10 @@ def bootstrap(environ: Mapping[str, str] = os.environ) -> RankInfo:
         return RankInfo(int(rank), int(size), int(local), environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
     if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:  # a batch script has no step
         return _from_slurm(environ)
-    for prefix, local in (("OMPI_COMM_WORLD", "OMPI_COMM_WORLD_LOCAL_RANK"), ("PMI", "MPI_LOCALRANKID")):
-        rank, size = environ.get(f"{prefix}_RANK"), environ.get(f"{prefix}_SIZE")
-        if rank and size:
-            return _from_mpi(environ, int(rank), int(size), environ.get(local))
+    for prefix, local_rank in (("OMPI_COMM_WORLD", "OMPI_COMM_WORLD_LOCAL_RANK"), ("PMI", "MPI_LOCALRANKID")):
+        if f"{prefix}_RANK" in environ and f"{prefix}_SIZE" in environ:
+            rank, size = environ[f"{prefix}_RANK"], environ[f"{prefix}_SIZE"]
+            return _from_mpi(environ, int(rank), int(size), environ.get(local_rank))
     return RankInfo(0, 1, 0, "127.0.0.1", free_port("127.0.0.1"))
 
 
