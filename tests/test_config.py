@@ -65,7 +65,7 @@ def test_the_defaults_are_the_published_method(load):
         ("train.batchsize=4", "train.batchsize=4: unknown field; did you mean 'batch_size'?"),
         ("agent.tool.timeout=4", "agent.tool.timeout=4: unknown field; did you mean 'timeout_s'?"),
         ("algorithm.detla=0.1", "algorithm.detla=0.1: unknown field; did you mean 'delta'?"),
-        ("sync.zzz=1", "known fields: bucket_mb, max_probe_difference, probe_tokens, timeout_s, verify"),
+        ("sync.zzz=1", "known fields: bucket_mb, folder, max_probe_difference, probe_tokens, timeout_s, transport"),
     ],
 )
 def test_a_typo_is_an_error_that_names_the_field_meant(load, override, remedy):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -68,11 +69,12 @@ def convert_hf_to_megatron(
     parallel = ParallelConfig() if alone else asked
     with open_weights(source, model) as files:
         found = stated_dtype(source) or files.tensor("model.embed_tokens.weight").dtype
-    config = RunConfig.model_construct(
-        model=ModelConfig(path=str(source), dtype=_trained_dtype(dtype or str(found).removeprefix("torch."))),
-        parallel=parallel,
-        train=TrainConfig(num_updates=1, batch_size=1),
-    )
+    known: dict[str, Any] = {  # reward and data stay out: no run follows
+        "model": ModelConfig(path=str(source), dtype=_trained_dtype(dtype or str(found).removeprefix("torch."))),
+        "parallel": parallel,
+        "train": TrainConfig(num_updates=1, batch_size=1),
+    }
+    config = RunConfig.model_construct(**known)
     if alone:
         _check_memory(model, config)
     device = resolve_device("cpu")

@@ -24,8 +24,8 @@ from megatron_fr.hf.folder import read_spec
 from megatron_fr.hf.load import load_hf_weights
 from megatron_fr.hf.save import save_hf_folder
 from megatron_fr.hf.weights import open_weights
-from megatron_fr.tiny import make_untrained
 from tests.support.parallel_launch import run_ranks
+from tools.tiny import make_untrained
 
 
 @pytest.fixture(scope="module")
