@@ -153,9 +153,7 @@ def play(*answers: Any, observations: list[list[int]]) -> tuple[Trajectory, list
             for tokens in observations:
                 session.observe(tokens)
                 await session.generate(stop_token_ids=[])
-            trajectory = session.finish(
-                Outcome((), "stop", 2), trajectory_id="t", prompt_id="p", group_id="t", reward=0.0, reward_parts={}
-            )
+            trajectory = session.finish(Outcome((), "stop", 2), id="t", prompt_id="p", group_id="t", reward=0.0)
             trajectory.validate(LIMITS)
             return trajectory, requests
 
