@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
 import sys
 from collections.abc import Sequence
 
@@ -29,9 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = commands.add_parser("report", help="summarise a run and redraw its picture")
     report.add_argument("run_dir", help="the run's output folder")
     commands.add_parser("doctor", help="check this machine and environment")
-    arguments = parser.parse_args(argv)
     try:
-        return _run(arguments)
+        return _run(parser.parse_args(argv))
     except MegatronFRError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -49,6 +50,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
         return doctor.run()
     from megatron_fr.config import load_config
+    from megatron_fr.config.paths import check_inputs
 
     config = load_config(arguments.config, arguments.overrides)
     if arguments.command == "plan":
@@ -56,13 +58,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
         print(render(config, arguments.gpus, arguments.gpu_memory))
         return 0
-    from megatron_fr.config.paths import check_inputs
-
     check_inputs(config)
     if arguments.command == "eval":
         from megatron_fr.cli.evaluate import evaluate_model
 
-        return evaluate_model(config)
+        print(json.dumps(asyncio.run(evaluate_model(config))))
+        return 0
     from megatron_fr.cli.train import Supervisor
 
     return Supervisor(config).run()
