@@ -31,42 +31,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = commands.add_parser("report", help="summarise a run and redraw its picture")
     report.add_argument("run_dir", help="the run's output folder")
     commands.add_parser("doctor", help="check this machine and environment")
+    arguments = parser.parse_args(argv)
     try:
-        return _run(parser.parse_args(argv))
+        # Imported where needed: a report must not wait for torch and SGLang.
+        if arguments.command == "report":
+            from megatron_fr.observe.report import report_run
+
+            print(report_run(arguments.run_dir))
+            return 0
+        if arguments.command == "doctor":
+            from megatron_fr.cli import doctor
+
+            return doctor.run()
+        from megatron_fr.config import load_config
+        from megatron_fr.config.paths import check_inputs
+
+        config = load_config(arguments.config, arguments.overrides)
+        if arguments.command == "plan":
+            from megatron_fr.cli.plan import render
+
+            print(render(config, arguments.gpus, arguments.gpu_memory))
+            return 0
+        check_inputs(config)
+        if arguments.command == "eval":
+            from megatron_fr.cli.evaluate import evaluate_model
+
+            print(json.dumps(asyncio.run(evaluate_model(config))))
+            return 0
+        from megatron_fr.cli.train import Supervisor
+
+        return Supervisor(config).run()
     except MegatronFRError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    # Imported where needed: a report must not wait for torch and SGLang.
-    if arguments.command == "report":
-        from megatron_fr.observe.report import report_run
-
-        print(report_run(arguments.run_dir))
-        return 0
-    if arguments.command == "doctor":
-        from megatron_fr.cli import doctor
-
-        return doctor.run()
-    from megatron_fr.config import load_config
-    from megatron_fr.config.paths import check_inputs
-
-    config = load_config(arguments.config, arguments.overrides)
-    if arguments.command == "plan":
-        from megatron_fr.cli.plan import render
-
-        print(render(config, arguments.gpus, arguments.gpu_memory))
-        return 0
-    check_inputs(config)
-    if arguments.command == "eval":
-        from megatron_fr.cli.evaluate import evaluate_model
-
-        print(json.dumps(asyncio.run(evaluate_model(config))))
-        return 0
-    from megatron_fr.cli.train import Supervisor
-
-    return Supervisor(config).run()
 
 
 if __name__ == "__main__":

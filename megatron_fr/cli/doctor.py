@@ -21,7 +21,6 @@ from megatron_fr.engines.cpu_platform import PLATFORM_NAME
 CONSTRAINTS = Path(__file__).resolve().parents[2] / "launch" / "constraints.txt"
 #: Packages that must be installed; for the other pins only versions are compared.
 REQUIRED = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "pydantic", "aiohttp", "httpx")
-_MEMORY_GB, _DISK_GB = 8, 15
 
 _IMPORT_MEGATRON = """
 from megatron_fr.runtime.device import prepare_process, resolve_device
@@ -31,11 +30,8 @@ print(megatron.core.__version__)
 """
 _IMPORT_SGLANG = "from sglang.srt.platforms import current_platform; print(current_platform.device_type)"
 _CUT_OFF_NETWORK = """
-import os
-try:
-    os.unshare(os.CLONE_NEWNET)
-except OSError:
-    os.unshare(os.CLONE_NEWUSER | os.CLONE_NEWNET)
+from megatron_fr.agents.zygote.isolation import enter_namespaces
+raise SystemExit("network" not in enter_namespaces())
 """
 
 
@@ -110,8 +106,8 @@ def check_memory(available: int | None = None) -> Finding:
     """Check free memory; an engine and a trainer of the tiny model take about 6 GB."""
     gigabytes = (psutil.virtual_memory().available if available is None else available) / 1e9
     detail = f"{gigabytes:.0f} GB free"
-    if gigabytes < _MEMORY_GB:
-        return Finding("memory", "warning", f"{detail}; an engine and a trainer need {_MEMORY_GB}: end other programs")
+    if gigabytes < 8:
+        return Finding("memory", "warning", f"{detail}; an engine and a trainer need 8: end other programs")
     return Finding("memory", "ok", detail)
 
 
@@ -121,7 +117,7 @@ def check_disk(folder: Path | None = None, free: int | None = None) -> Finding:
     detail = f"{gigabytes:.0f} GB free at {folder}"
     if not os.access(folder, os.W_OK):
         return Finding("disk", "broken", f"{folder} cannot be written to; set output to another folder")
-    if gigabytes < _DISK_GB:
+    if gigabytes < 15:
         return Finding("disk", "warning", f"{detail}; the environment takes 11 GB, checkpoints more")
     return Finding("disk", "ok", detail)
 
@@ -186,9 +182,8 @@ def _version(distribution: str) -> str | None:
     return None
 
 
-def _some(items: list[str], limit: int = 4) -> str:
-    rest = len(items) - limit
-    return ", ".join(items[:limit]) + (f" and {rest} more" if rest > 0 else "")
+def _some(items: list[str]) -> str:
+    return ", ".join(items[:4]) + (f" and {len(items) - 4} more" if len(items) > 4 else "")
 
 
 def _last_line(text: str) -> str:

@@ -201,12 +201,11 @@ def legal_layouts(spec: ModelSpec, config: RunConfig, world_size: int) -> list[P
             parallel = ParallelConfig.model_validate(config.parallel.model_dump() | changes)
             check_layout(spec, parallel)
             RunConfig.model_validate(dict(config) | {"parallel": parallel})
+            found.append(parallel)
         except ValidationError as error:
             refusals.append(error.errors()[0]["msg"].removeprefix("Value error, "))
         except ConfigError as error:
             refusals.append(str(error))
-        else:
-            found.append(parallel)
     if not found:
         reason = f"with none above 1: {refusals[0]}" if refusals else "give at least 1"
         raise ConfigError(f"--gpus {world_size}: no TP, EP, PP and CP suit the model and the configuration; {reason}")
@@ -222,21 +221,19 @@ def render(config: RunConfig, gpus: int | None, gpu_memory_gb: float) -> str:
     """
     spec = read_spec(config.model.path)
     check_aux_loss(spec, config.train.moe_aux_loss_coeff)
-    width = _DTYPE_BYTES[config.model.dtype]
     if gpus is None:
         check_layout(spec, config.parallel)
     layouts = [config.parallel] if gpus is None else legal_layouts(spec, config, gpus)
-    sync = sum(tensor.num_bytes for tensor in hf_tensor_specs(spec, getattr(torch, config.model.dtype)))
+    width, dtype = _DTYPE_BYTES[config.model.dtype], getattr(torch, config.model.dtype)
+    sync = sum(tensor.num_bytes for tensor in hf_tensor_specs(spec, dtype))
     token = 2 * spec.layers * spec.kv_size * width // min(config.rollout.engine_tp, spec.kv_heads)
     contexts = -(-config.rollout.max_concurrent_trajectories // config.rollout.engines) * config.rollout.max_context
     engine_weights = sync / config.rollout.engine_tp
     usable = gpu_memory_gb * USABLE * 1e9
+    fits = engine_weights + token * contexts <= usable
+    engine = "fits" if fits else "does not fit at once; runners will wait for room"
     if engine_weights + token * config.rollout.max_context > usable:
         engine = "weights and one trajectory do not fit; raise rollout.engine_tp"
-    elif engine_weights + token * contexts > usable:
-        engine = "does not fit at once; runners will wait for room"
-    else:
-        engine = "fits"
     lines = [
         f"{spec.architecture}: {sync // width:,} parameters, {config.model.dtype}",
         f"weight sync: {sync / 1e9:.2f} GB an update to each engine",
@@ -251,6 +248,6 @@ def render(config: RunConfig, gpus: int | None, gpu_memory_gb: float) -> str:
         p = memory.parallel
         columns = zip((*memory[2:], memory.total), (10, 11, 11, 13, 8, 8, 8), strict=True)
         gb = "".join(f"{part / 1e9:{width}.2f}" for part, width in columns)
-        fits = "yes" if memory.total <= usable else "no"
-        lines.append(f"{p.tp:4}{p.ep:4}{p.pp:4}{p.cp:4}{p.dp:4}{memory.parameters:16,}{gb}  {fits}")
+        fit = "yes" if memory.total <= usable else "no"
+        lines.append(f"{p.tp:4}{p.ep:4}{p.pp:4}{p.cp:4}{p.dp:4}{memory.parameters:16,}{gb}  {fit}")
     return "\n".join(lines)

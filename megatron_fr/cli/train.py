@@ -127,11 +127,9 @@ class Supervisor:
         return 130 if self._signals and status == 0 else status
 
     def _run(self) -> int:
-        resume = None
-        if self._config.checkpoint.resume == "auto":
-            resume = newest_usable(self._output)
-            if resume is not None:
-                print(f"going on from {resume}; checkpoint.resume=never starts anew", flush=True)
+        resume = newest_usable(self._output) if self._config.checkpoint.resume == "auto" else None
+        if resume is not None:
+            print(f"going on from {resume}; checkpoint.resume=never starts anew", flush=True)
         print(f"starting {self._config.rollout.engines} engine(s); logs in {self._logs}", flush=True)
         started = time.monotonic()
         self._url_file.unlink(missing_ok=True)
@@ -215,8 +213,7 @@ def raise_failure(service: Child, ranks: Sequence[Child]) -> None:
     Raises:
         MegatronFRError: a rank ended with an error.
     """
-    failed = next((rank for rank in ranks if rank.process.poll()), None)
-    if failed is None:
+    if (failed := next((rank for rank in ranks if rank.process.poll()), None)) is None:
         return
     if (service.process.poll() or 0) < 0:  # killed: ranks know only that nobody answers
         raise MegatronFRError(service.reason())
