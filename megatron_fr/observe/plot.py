@@ -25,7 +25,10 @@ _STYLE = {
     "axes.grid": True, "axes.axisbelow": True, "grid.color": "#e5e7eb", "grid.linewidth": 0.8,
     "xtick.color": "#4b5563", "ytick.color": "#4b5563", "legend.frameon": False, "legend.fontsize": 8.5,
 }  # fmt: skip
-_NUMBER_BOX = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
+_NUMBER = {
+    "xytext": (0, 11), "textcoords": "offset points", "ha": "center",
+    "bbox": {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
+}  # fmt: skip
 
 
 class Curve(NamedTuple):
@@ -119,11 +122,9 @@ def draw(axes: Any, panel: Panel, rows: list[Row]) -> None:
             continue
         if curve.kind == "points":
             handles += axes.plot(updates, values, "o--", color=curve.color, markersize=6, label=curve.label)
-            ends = {0, len(updates) - 1} if curve.metric.endswith("/reward/mean") else ()
-            for i in ends:
-                place = {"xytext": (0, 11), "textcoords": "offset points", "ha": "center", "bbox": _NUMBER_BOX}
-                text, point = f"{values[i]:.2f}", (updates[i], values[i])
-                axes.annotate(text, point, color=curve.color, fontweight="bold", **place)
+            for i in {0, len(updates) - 1} if curve.metric.endswith("/reward/mean") else set():
+                point = updates[i], values[i]
+                axes.annotate(f"{values[i]:.2f}", point, color=curve.color, fontweight="bold", **_NUMBER)
         elif curve.kind == "share":
             handles += _draw_share(axes, curve, updates, values)
         elif curve.kind == "area":
@@ -178,7 +179,6 @@ def _draw_share(axes: Any, curve: Curve, updates: list[int], values: list[float]
 def _headline(rows: list[Row]) -> str:
     text = f"{int(rows[-1]['update'] or 0)} updates"
     for label, key in held_out(rows, "reward/mean")[:1]:
-        _, values = series(rows, key)
-        if len(values) > 1:
+        if len(values := series(rows, key)[1]) > 1:
             text += f", {label} reward {values[0]:.2f} → {values[-1]:.2f}"
     return text

@@ -16,15 +16,13 @@ WINDOW = 5
 
 
 class Progress:
-    """Prints a line for each update to ``stream`` (None: standard output), and alarms as they appear.
+    """Prints a line for each of ``total`` updates to ``stream`` (None: standard output), and alarms as they appear.
 
     ``clock`` gives monotonic time in seconds.
     """
 
-    def __init__(
-        self, total_updates: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._total, self._stream, self._clock = total_updates, stream, clock
+    def __init__(self, total: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total, self._stream, self._clock = total, stream, clock
         self._started: tuple[int, float] | None = None  # first update of this process, and when it ended
         self._alarms = Alarms()
 

@@ -102,8 +102,7 @@ def _throughput(rows: list[Row]) -> str:
 
 
 def _time_split(rows: list[Row]) -> str:
-    whole = sum(series(rows, "time/update")[1])
-    if not whole:
+    if not (whole := sum(series(rows, "time/update")[1])):
         return ""
     names = ("wait", "forward_backward", "optimizer", "sync")
     shares = {name: sum(series(rows, f"time/{name}")[1]) / whole for name in names}
