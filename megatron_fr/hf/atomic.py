@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -12,6 +13,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from megatron_fr.errors import ModelError
+
+#: What fsync answers where folders cannot be synced: there a rename is as durable as it gets.
+_NO_FOLDER_SYNC = {errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
 @contextmanager
@@ -45,11 +49,11 @@ def atomic_folder(out: str | Path, *sources: str | Path, overwrite: bool = False
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
                 yield work
                 for path in (*work.rglob("*"), work):
-                    _sync(path)
+                    sync_path(path)
                 if out.exists():
                     os.rename(out, old)
                 os.rename(work, out)
-                _sync(out.parent)
+                sync_path(out.parent)
             finally:
                 _restore(out, old)
                 shutil.rmtree(old, ignore_errors=True)
@@ -63,10 +67,18 @@ def _restore(out: Path, old: Path) -> None:
         os.rename(old, out)
 
 
-def _sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
+    """Bring a file, or a folder's names where its file system can, to the disk.
+
+    Raises:
+        OSError: the disk is full or gone.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if not (path.is_dir() and error.errno in _NO_FOLDER_SYNC):
+            raise
     finally:
         os.close(descriptor)
 
