@@ -1,7 +1,5 @@
 """A folder that appears whole or not at all."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil
@@ -63,19 +61,24 @@ def _restore(out: Path, old: Path) -> None:
         os.rename(old, out)
 
 
-def _sync(path: Path) -> None:
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _sync(path: Path) -> None:
+    with _opened(path) as descriptor:
+        os.fsync(descriptor)
 
 
 @contextmanager
 def _locked(folder: Path, out: Path) -> Iterator[None]:
     """Hold the folder's lock, which goes with the process; on a file system without locks hold none."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
+    with _opened(folder) as descriptor:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -83,17 +86,13 @@ def _locked(folder: Path, out: Path) -> Iterator[None]:
         except OSError as error:
             print(f"{folder} cannot be locked ({error.strerror}): start one conversion to it at a time", flush=True)
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _check_replaceable(out: Path, overwrite: bool) -> None:
     """Accept nothing, an empty folder and, when asked, a result; anything else is most likely a mistyped path."""
-    if not out.exists():
-        return
-    if not out.is_dir():
+    if out.exists() and not out.is_dir():
         raise ModelError(f"{out} is a file; choose a folder")
-    held = sorted(path.name for path in out.iterdir())
+    held = sorted(path.name for path in out.iterdir()) if out.exists() else []
     if held and not {"config.json", ".metadata"} & set(held):
         raise ModelError(f"{out} exists and holds neither a model nor a checkpoint; choose another folder or empty it")
     if held and not overwrite:

@@ -9,7 +9,7 @@ import torch
 from megatron_fr.config import RunConfig
 from megatron_fr.config.sections import ParallelConfig
 from megatron_fr.models.layouts import check_aux_loss, check_layout, uses_sequence_parallel
-from megatron_fr.models.sizes import Sizes
+from megatron_fr.models.mappings import Sizes
 from megatron_fr.models.spec import ModelSpec
 from megatron_fr.runtime.device import Device
 
@@ -186,7 +186,7 @@ def _block_spec(config: Any, sizes: Sizes, implementation: str, stage: int | Non
 
         make = _te_layer
     else:
-        from megatron_fr.models.layers.norm import RMSNorm as layer_norm
+        from megatron_fr.models.layers.local import RMSNorm as layer_norm
 
         make = _local_layer
     kinds = {moe: make(config, moe) for moe in set(_moe_pattern(sizes))}
@@ -212,8 +212,7 @@ def _te_layer(config: Any, moe: int) -> Any:
 def _local_layer(config: Any, moe: int) -> Any:
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
-    from megatron_fr.models.layers.core_attention import CoreAttention
-    from megatron_fr.models.layers.norm import RMSNorm
+    from megatron_fr.models.layers.local import CoreAttention, RMSNorm
 
     layer = specs.get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if moe else None,
