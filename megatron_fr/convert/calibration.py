@@ -1,8 +1,7 @@
 """Token sequences to calibrate a quantisation on: recorded trajectories, or JSONL.
 
-Training checkpoints hold the finished trajectories that wait for their update (``rollout.state``): the policy's own
-text, with prompts and tool output in between. Any number may wait in one checkpoint, also none, so a run's folder gives
-those of all its checkpoints.
+Training checkpoints hold the finished trajectories that wait for their update (``rollout.state``). Any number may wait
+in one checkpoint, also none, so a run's folder gives those of all its checkpoints.
 """
 
 import functools
@@ -38,8 +37,7 @@ def read_calibration(path: str | Path, folder: str | Path, *, limit: int = 64) -
         int64 tensors ``[1, tokens]``, at most ``limit``.
 
     Raises:
-        ModelError: it is nothing of these, or holds no trajectory; a trajectory or line, which is named, has a token
-            that the model's vocabulary lacks; or a line is no such object.
+        ModelError: there is none; or names a line that is none, or what has a token that the vocabulary lacks.
     """
     path, vocabulary = Path(path), read_spec(folder).vocab
     if (path / ROLLOUT_FILE).exists():
@@ -93,11 +91,8 @@ def _read_run(path: Path, limit: int) -> list[_Row]:
 
 
 def _read_trajectories(file: Path) -> dict[str, _Row]:
-    if file.suffix == ".npz":
-        found = decode(file.read_bytes())
-    else:
-        state = read_state(file)
-        found = [*state.ready, *state.partial]
+    state = None if file.suffix == ".npz" else read_state(file)
+    found = decode(file.read_bytes()) if state is None else [*state.ready, *state.partial]
     return {t.id: (f"{file}, trajectory {t.id!r}", t.tokens.tolist()) for t in found}
 
 

@@ -3,12 +3,13 @@
 from collections import Counter
 from pathlib import Path
 
-from megatron_fr.convert.quantize import check_quantized
+import torch
+
 from megatron_fr.convert.stored import StoredTensors, find_checkpoint
 from megatron_fr.errors import ModelError
 from megatron_fr.hf.export import TensorSpec
 from megatron_fr.hf.folder import read_spec
-from megatron_fr.hf.weights import INDEX_NAME, SINGLE_NAME, open_weights
+from megatron_fr.hf.weights import INDEX_NAME, SCALE_SUFFIX, SINGLE_NAME, WeightFiles, open_weights
 
 
 def inspect_folder(folder: str | Path, *, tensors: bool = False) -> str:
@@ -71,3 +72,21 @@ def _total(specs: list[TensorSpec]) -> str:
 
 def _dtype(spec: TensorSpec) -> str:
     return str(spec.dtype).removeprefix("torch.")
+
+
+def check_quantized(folder: Path) -> int:
+    """Count the float8 tensors of a folder, each of which has its scale.
+
+    Raises:
+        ModelError: a scale is missing, router, head or embedding is quantised, or nothing is; names the tensor.
+    """
+    files = WeightFiles(folder)
+    eight = [name for name in sorted(files.names) if files.tensor(name).dtype == torch.float8_e4m3fn]
+    for name in eight:
+        if f"{name}{SCALE_SUFFIX}" not in files.names:
+            raise ModelError(f"{files.file(name)}: tensor {name!r} is float8 and has no scale")
+        if name.endswith(("mlp.gate.weight", "lm_head.weight", "embed_tokens.weight")):
+            raise ModelError(f"{files.file(name)}: tensor {name!r} must not be quantised")
+    if not eight:
+        raise ModelError(f"{folder}: nothing was quantised; has the model layers that ModelOpt knows?")
+    return len(eight)

@@ -29,16 +29,13 @@ def report(convert: Callable[[], Path], *, verified: bool) -> int:
     started = time.monotonic()
     try:
         out = convert()
-    except MegatronFRError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    except (MegatronFRError, KeyboardInterrupt) as error:
+        stopped = isinstance(error, KeyboardInterrupt)
+        print("interrupted" if stopped else f"error: {error}", file=sys.stderr)
+        return 130 if stopped else 1
     if os.environ.get("RANK", "0") == "0":
-        size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
-        note = ", verified" if verified else ""
-        print(f"{out}: {size / 1e9:.3f} GB in {time.monotonic() - started:.1f} s{note}")
+        gb = sum(file.stat().st_size for file in out.rglob("*") if file.is_file()) / 1e9
+        print(f"{out}: {gb:.3f} GB in {time.monotonic() - started:.1f} s{', verified' if verified else ''}")
     return 0
 
 
@@ -105,12 +102,11 @@ def convert_hf_to_megatron(
 
     The model is built and loaded as the trainer does it, on CPUs, and any layout can load the result. A process on its
     own holds the whole model, and only checks that the sizes fit it; ranks that a launcher started split it. The
-    process stays in the world of ranks that it joined.
+    process stays in the world of ranks that it joined. ``verify`` and ``overwrite`` are as for the other direction.
 
     Args:
         tp, ep, pp: sizes of the layout; experts are not split over TP.
         dtype: ``float32`` or ``bfloat16``, of the stored weights; None: that of the folder.
-        verify, overwrite: as for :func:`convert_megatron_to_hf`.
 
     Raises:
         ModelError: the folder is damaged or cannot be mapped, or ``out_dir`` cannot be written and is as it was.

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from megatron_fr.convert.inspect import check_quantized
 from megatron_fr.errors import ModelError, needs_extra
 from megatron_fr.hf.atomic import atomic_folder
 from megatron_fr.hf.folder import copy_other_files, read_spec, resolve_folder
@@ -116,9 +117,8 @@ def load_quantized(folder: str | Path) -> Any:
 
 def _input_scale(folder: Path, quantizer: str, scales: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Experts share one quantiser of their inputs, and gate and up are one product in transformers."""
-    name = quantizer.replace("gate_up_proj_input_quantizer", "0.gate_proj.input_scale")
-    name = name.replace("down_proj_input_quantizer", "0.down_proj.input_scale")
-    name = name.replace("input_quantizer", "input_scale")
+    name = quantizer.replace("gate_up_proj_input_", "0.gate_proj.input_")
+    name = name.replace("down_proj_input_", "0.down_proj.input_").replace("input_quantizer", "input_scale")
     if name not in scales:
         raise ModelError(f"{folder}: the input of a quantised layer has no scale {name!r}; calibrate with more tokens")
     return scales[name]
@@ -129,21 +129,3 @@ def _logprobs(model: Any, ids: torch.Tensor) -> torch.Tensor:
     logits = model(ids).logits[0, :-1].float()
     logprobs: torch.Tensor = logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
     return logprobs
-
-
-def check_quantized(folder: Path) -> int:
-    """Count the float8 tensors of a folder, each of which has its scale.
-
-    Raises:
-        ModelError: a scale is missing, router, head or embedding is quantised, or nothing is; names the tensor.
-    """
-    files = WeightFiles(folder)
-    eight = [name for name in sorted(files.names) if files.tensor(name).dtype == torch.float8_e4m3fn]
-    for name in eight:
-        if f"{name}{SCALE_SUFFIX}" not in files.names:
-            raise ModelError(f"{files.file(name)}: tensor {name!r} is float8 and has no scale")
-        if name.endswith(("mlp.gate.weight", "lm_head.weight", "embed_tokens.weight")):
-            raise ModelError(f"{files.file(name)}: tensor {name!r} must not be quantised")
-    if not eight:
-        raise ModelError(f"{folder}: nothing was quantised; has the model layers that ModelOpt knows?")
-    return len(eight)

@@ -26,7 +26,6 @@ from megatron_fr.hf.export import shard_shape
 from megatron_fr.models.local import FUSED_NORMS
 from megatron_fr.models.spec import MappedParameter, ModelSpec
 
-METADATA_NAME = ".metadata"
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 _LAYER = re.compile(r"^decoder\.layers\.\d+\.")
 _EXPERT = re.compile(r"\.experts\.local_experts\.\d+\.")
@@ -35,22 +34,19 @@ _EXPERT = re.compile(r"\.experts\.local_experts\.\d+\.")
 def find_checkpoint(path: str | Path) -> Path:
     """The torch_dist folder at ``path``, or the only one below it, or a ModelError; hidden folders are unfinished."""
     path = Path(path)
-    if (path / METADATA_NAME).is_file():
+    if (path / ".metadata").is_file():
         return path
-    below = sorted(file.parent for file in path.rglob(METADATA_NAME))
+    below = sorted(file.parent for file in path.rglob(".metadata"))
     found = [folder for folder in below if not any(p.startswith(".") for p in folder.relative_to(path).parts)]
     if not found:
-        raise ModelError(f"{path} holds no Megatron checkpoint: no {METADATA_NAME} in it; was it saved to the end?")
+        raise ModelError(f"{path} holds no Megatron checkpoint: no .metadata in it; was it saved to the end?")
     if len(found) > 1:
         raise ModelError(f"{path} holds {len(found)} checkpoints; choose one, such as {found[-1]}")
     return found[0]
 
 
 class StoredTensors:
-    """The tensors of a checkpoint by key; nothing is read until it is asked for.
-
-    Attributes:
-        tensors: key to whole shape, dtype and pieces.
+    """A checkpoint's ``tensors``: key to whole shape, dtype and pieces. Nothing is read until it is asked for.
 
     Raises:
         ModelError: its ``.metadata`` is damaged, or a file that it names is missing or shorter than it says.
@@ -59,13 +55,13 @@ class StoredTensors:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            with (folder / METADATA_NAME).open("rb") as file:
+            with (folder / ".metadata").open("rb") as file:
                 metadata = _Unpickler(file).load()
             self._files: dict[MetadataIndex, Any] = metadata.storage_data
             found = metadata.state_dict_metadata.items()
             self.tensors = {key: entry for key, entry in found if isinstance(entry, TensorStorageMetadata)}
         except Exception as error:  # unpickling damaged bytes raises whatever it meets
-            raise ModelError(f"{folder / METADATA_NAME} is damaged: {error}; use another checkpoint") from error
+            raise ModelError(f"{folder / '.metadata'} is damaged: {error}; use another checkpoint") from error
         self._reader = CheckedReader(folder)
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         for index, info in self._files.items():
@@ -134,10 +130,8 @@ class _Unpickler(pickle.Unpickler):
 def read_parameters(stored: StoredTensors, model: ModelSpec) -> Iterator[tuple[MappedParameter, torch.Tensor]]:
     """Every parameter of the model as TP size 1 has it, its vocabulary not padded, in their order.
 
-    One layer's experts are in memory at a time; an expert's parameter is a view of them.
-
-    Raises:
-        ModelError: see :meth:`StoredTensors.read`; or the checkpoint lacks a parameter.
+    One layer's experts are in memory at a time; an expert's parameter is a view of them. A ModelError names what is
+    missing or damaged.
     """
     for _, layer in groupby(model.parameters(), key=lambda entry: entry.layer):
         experts: dict[str, torch.Tensor] = {}

@@ -19,10 +19,7 @@ _COPIED_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
 def resolve_folder(path: str | Path, *, weights: bool = True) -> Path:
     """A local folder as it is; a hub name such as ``Qwen/Qwen3-30B-A3B`` through the hub's cache.
 
-    Without ``weights`` only what :func:`copy_other_files` copies is fetched.
-
-    Raises:
-        ModelError: there is no such folder, or the hub does not have or give it.
+    Without ``weights`` only what :func:`copy_other_files` copies is fetched. A ModelError says why there is no folder.
     """
     check_model_path(path)
     if (folder := Path(path)).is_dir():
