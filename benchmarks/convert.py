@@ -36,6 +36,7 @@ def generate(folder: Path, file_bytes: int, layers: int, experts: int, vocabular
     from megatron_fr.hf.weights import write_weights
 
     folder.mkdir()
+    free: dict[str, Any] = {"head_dim": 64}  # transformers takes it as a free attribute
     Qwen3MoeConfig(
         architectures=["Qwen3MoeForCausalLM"],
         vocab_size=vocabulary,
@@ -44,7 +45,7 @@ def generate(folder: Path, file_bytes: int, layers: int, experts: int, vocabular
         num_hidden_layers=layers,
         num_attention_heads=16,
         num_key_value_heads=4,
-        head_dim=64,
+        **free,
         moe_intermediate_size=768,
         num_experts=experts,
         num_experts_per_tok=8,

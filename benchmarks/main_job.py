@@ -47,7 +47,7 @@ def make_model(folder: Path) -> Path:
     import itertools
 
     from megatron_fr.agents import arithmetic
-    from megatron_fr.tiny import make_untrained
+    from tools.tiny import make_untrained
 
     make_untrained(folder)
     questions = itertools.islice(arithmetic.questions(1), 512)

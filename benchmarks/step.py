@@ -29,9 +29,9 @@ import numpy as np
 from benchmarks.measure import interleave
 from megatron_fr.config import RunConfig
 from megatron_fr.runtime.device import prepare_process, resolve_device
-from megatron_fr.tiny.model import build_untrained, save, tiny_config
-from megatron_fr.tiny.tokenizer import make_tokenizer
 from megatron_fr.trajectory import Trajectory
+from tools.tiny.model import build_untrained, save, tiny_config
+from tools.tiny.tokenizer import make_tokenizer
 
 BATCH, MICRO_BATCH, TOKENS = 16, 8, 128
 #: Changes of :func:`tiny_config`.

@@ -13,7 +13,7 @@ python=$(launch/env.sh)
 export OMP_NUM_THREADS=1
 
 # its folder is named after what makes it, so that checkouts with another recipe keep another model
-model=$("$python" tools/make_tiny_model.py)
+model=$("$python" -m tools.make_tiny_model)
 
 # exec: signals reach the run itself, and its exit code is this script's
 exec "$(dirname "$python")/megatron-fr" train --config configs/tiny_python_tool.yaml \

@@ -20,17 +20,12 @@ class MissingExtraError(ConfigError):
 
 @contextmanager
 def needs_extra(extra: str) -> Iterator[None]:
-    """Import optional packages within it.
-
-    Raises:
-        MissingExtraError: one of them is not installed; names the package and the extra.
-    """
+    """Import optional packages within it; MissingExtraError names a missing one and ``extra``, which brings it."""
     try:
         yield
     except ModuleNotFoundError as error:
-        raise MissingExtraError(
-            f"the package {error.name} is not installed; pip install 'megatron-fr[{extra}]' brings it"
-        ) from error
+        message = f"the package {error.name} is not installed; pip install 'megatron-fr[{extra}]' brings it"
+        raise MissingExtraError(message) from error
 
 
 class ModelError(MegatronFRError):

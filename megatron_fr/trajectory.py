@@ -1,4 +1,4 @@
-"""The trajectory that the rollout side hands to the trainer, token by token.
+"""The trajectory that the rollout side hands to the trainer.
 
 The trainer sees exactly the tokens that the engine saw and sampled. Row ``t`` of ``routed_experts`` is the routing used
 while the model processed token ``t``. The last token is never processed, so it has no row.
@@ -10,7 +10,7 @@ import io
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -47,8 +47,7 @@ def route_dtype(num_experts: int) -> np.dtype[Any]:
 class ModelLimits:
     """Limits of a valid trajectory; ``num_moe_layers``, ``top_k`` and ``num_experts`` are 0 for dense models.
 
-    ``dense_layers`` are the layers, from 0, without experts in a model with experts; an engine's routes for them are
-    meaningless.
+    ``dense_layers`` are a mixture's layers, from 0, without experts: an engine's routes for them mean nothing.
     """
 
     vocab_size: int
@@ -60,7 +59,6 @@ class ModelLimits:
 
     @property
     def route_dtype(self) -> np.dtype[Any]:
-        """Dtype of the model's routes."""
         return route_dtype(self.num_experts)
 
 
@@ -69,15 +67,12 @@ class Trajectory:
     """One finished rollout of one prompt, with ``N`` tokens over all its turns.
 
     Attributes:
-        id: unique in the run.
-        prompt_id: the prompt that it answers.
         group_id: equal for the rollouts of one group; the trajectory's own id without groups.
         tokens: int32 ``[N]``.
         action_mask: bool ``[N]``, true on tokens that the policy sampled.
         behavior_logprobs: float32 ``[N]``, natural log in the tempered distribution; 0 where ``action_mask`` is false.
         versions: int32 ``[N]``, the policy version that sampled the token; ``NO_VERSION`` elsewhere.
         routed_experts: uint8 or uint16 ``[N - 1, num_moe_layers, top_k]``, or None.
-        reward: the scalar from which the advantage is computed.
         metadata: of the prompt, JSON, without what is too large to travel along.
         info: what the agent returned beside the conversation, bounded alike.
         route_error: why ``routed_experts`` is None although routes were asked for.
@@ -116,43 +111,32 @@ class Trajectory:
         return int(self.versions[self.action_mask].min())
 
     def validate(self, limits: ModelLimits) -> None:
-        """Check every field.
-
-        Raises:
-            TrajectoryError: a field is invalid; the message names trajectory, field and reason.
-        """
+        """Raise TrajectoryError where a field is invalid; the message names trajectory, field and reason."""
         n = len(self.tokens)
 
-        def refuse(name: str, reason: str) -> TrajectoryError:
-            return TrajectoryError(f"trajectory {self.id!r} (prompt {self.prompt_id!r}): {name} {reason}")
+        def require(holds: bool | np.bool_, name: str, reason: str | None) -> None:
+            if not holds:
+                raise TrajectoryError(f"trajectory {self.id!r} (prompt {self.prompt_id!r}): {name} {reason}")
 
         for name, dtype in _DTYPES.items():
             array = getattr(self, name)
-            if array.shape != (n,):
-                raise refuse(name, f"has shape {array.shape}, expected ({n},)")
-            if array.dtype != dtype:
-                raise refuse(name, f"has dtype {array.dtype}, expected {np.dtype(dtype)}")
-        if n < 2 or n > limits.max_context:
-            raise refuse("tokens", f"has length {n}, expected 2 to {limits.max_context}")
-        if self.tokens.min() < 0 or self.tokens.max() >= limits.vocab_size:
-            raise refuse("tokens", f"holds an id outside 0..{limits.vocab_size - 1}")
-        if not self.action_mask.any():
-            raise refuse("action_mask", "marks no action token")
-        if self.action_mask[0]:
-            raise refuse("action_mask", "marks the first token, which no token predicts")
+            require(array.shape == (n,), name, f"has shape {array.shape}, expected ({n},)")
+            require(array.dtype == dtype, name, f"has dtype {array.dtype}, expected {np.dtype(dtype)}")
+        require(2 <= n <= limits.max_context, "tokens", f"has length {n}, expected 2 to {limits.max_context}")
+        in_vocabulary = self.tokens.min() >= 0 and self.tokens.max() < limits.vocab_size
+        require(in_vocabulary, "tokens", f"holds an id outside 0..{limits.vocab_size - 1}")
+        require(self.action_mask.any(), "action_mask", "marks no action token")
+        require(not self.action_mask[0], "action_mask", "marks the first token, which no token predicts")
         logprobs = self.behavior_logprobs[self.action_mask]
-        if not np.isfinite(logprobs).all():
-            raise refuse("behavior_logprobs", "holds a non-finite value on an action token")
-        if (logprobs > 1e-4).any():
-            raise refuse("behavior_logprobs", f"holds {logprobs.max():.6g} > 0 on an action token")
-        if (self.versions[self.action_mask] < 0).any():
-            raise refuse("versions", "is missing on an action token")
-        if not math.isfinite(self.reward):
-            raise refuse("reward", f"is {self.reward}")
-        if self.finish_reason not in get_args(FinishReason):
-            raise refuse("finish_reason", f"is {self.finish_reason!r}, expected one of {get_args(FinishReason)}")
-        if self.routed_experts is not None and (reason := self.check_routes(limits)) is not None:
-            raise refuse("routed_experts", reason)
+        require(np.isfinite(logprobs).all(), "behavior_logprobs", "holds a non-finite value on an action token")
+        most = logprobs.max()
+        require(most <= 1e-4, "behavior_logprobs", f"holds {most:.6g} > 0 on an action token")
+        require((self.versions[self.action_mask] >= 0).all(), "versions", "is missing on an action token")
+        require(math.isfinite(self.reward), "reward", f"is {self.reward}")
+        reasons = get_args(FinishReason)
+        require(self.finish_reason in reasons, "finish_reason", f"is {self.finish_reason!r}, expected one of {reasons}")
+        fault = None if self.routed_experts is None else self.check_routes(limits)
+        require(fault is None, "routed_experts", fault)
 
     def check_routes(self, limits: ModelLimits) -> str | None:
         """Why ``routed_experts`` cannot be replayed on this model, or None when it can."""
@@ -166,12 +150,11 @@ class Trajectory:
             return f"has dtype {routes.dtype}, expected uint8 or uint16"
         if routes.size and int(routes.max()) >= limits.num_experts:
             return f"names expert {int(routes.max())}, the model has {limits.num_experts}"
-        if limits.top_k > 1:
-            ordered = np.sort(routes, axis=-1)
-            repeated = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
-            if repeated.any():
-                row, layer = np.argwhere(repeated)[0]
-                return f"names an expert twice at row {row}, MoE layer {layer}"
+        ordered = np.sort(routes, axis=-1)
+        repeated = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
+        if repeated.any():
+            row, layer = np.argwhere(repeated)[0]
+            return f"names an expert twice at row {row}, MoE layer {layer}"
         return None
 
 
@@ -181,8 +164,7 @@ def encode(trajectories: Sequence[Trajectory]) -> bytes:
     heads: list[dict[str, Any]] = []
     for i, t in enumerate(trajectories):
         arrays |= {f"{i}.{name}": array for name in _ARRAYS if (array := getattr(t, name)) is not None}
-        head = {k: v for k, v in vars(t).items() if k not in _ARRAYS}
-        heads.append(head | {"timings": asdict(t.timings)})
+        heads.append({k: v for k, v in vars(t).items() if k not in _ARRAYS} | {"timings": vars(t.timings)})
     arrays["heads"] = np.frombuffer(json.dumps(heads).encode(), dtype=np.uint8)
     buffer = io.BytesIO()
     np.savez(buffer, allow_pickle=False, **arrays)
@@ -190,24 +172,17 @@ def encode(trajectories: Sequence[Trajectory]) -> bytes:
 
 
 def decode(payload: bytes) -> list[Trajectory]:
-    """Undo :func:`encode`.
-
-    Raises:
-        TrajectoryError: the bytes are no such archive.
-    """
+    """Undo :func:`encode`; TrajectoryError where the bytes are no such archive."""
     try:
         with np.load(io.BytesIO(payload), allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
         heads = json.loads(arrays.pop("heads").tobytes())
-        trajectories = [
-            Trajectory(
-                **{k: v for k, v in head.items() if k != "timings"},
-                timings=Timings(**head["timings"]),
-                **{name: arrays.pop(f"{i}.{name}") for name in _DTYPES},
-                routed_experts=arrays.pop(f"{i}.routed_experts", None),
+        trajectories = []
+        for i, head in enumerate(heads):
+            known = (
+                head | {name: arrays.pop(f"{i}.{name}") for name in _DTYPES} | {"timings": Timings(**head["timings"])}
             )
-            for i, head in enumerate(heads)
-        ]
+            trajectories.append(Trajectory(**known, routed_experts=arrays.pop(f"{i}.routed_experts", None)))
         if arrays:
             raise ValueError(f"it holds unknown arrays: {', '.join(arrays)}")
     except Exception as error:  # numpy, zipfile, zlib and json raise many kinds on damaged bytes

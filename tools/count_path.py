@@ -19,8 +19,8 @@ MOST_ON_PATH, MOST_IN_PACKAGE = 5000, 14000
 #: What happens, and the files that do it; the steps of docs/ARCHITECTURE.md.
 STEPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("draw a prompt", ("rollout/cursor.py",)),
-    ("let a rollout start", ("rollout/staleness.py", "rollout/training.py")),
-    ("run many episodes", ("rollout/runner.py", "rollout/episode.py", "engines/fleet.py")),
+    ("let a rollout start", ("rollout/staleness.py",)),
+    ("run many episodes", ("rollout/runner.py", "engines/fleet.py")),
     (
         "render the conversation and keep its tokens",
         ("agents/contract.py", "agents/python_tool.py", "agents/chat.py", "rollout/session.py"),
@@ -65,7 +65,6 @@ STEPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "weight_sync/engines.py",
             "weight_sync/broadcast.py",
             "weight_sync/buckets.py",
-            "weight_sync/group.py",
         ),
     ),
 )

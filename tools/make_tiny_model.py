@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Make a tiny tool-using policy and its prompts: a complete run's model and data on a CPU, in a few minutes."""
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ def main() -> None:
 
     import torch
 
-    from megatron_fr.tiny.build import cached_folder, make_tiny_model
-    from megatron_fr.tiny.warmup import Recipe
+    from tools.tiny.build import cached_folder, make_tiny_model
+    from tools.tiny.warmup import Recipe
 
     torch.set_num_threads(arguments.threads)
     recipe = Recipe(seed=arguments.seed) if arguments.steps is None else Recipe(arguments.seed, arguments.steps)

@@ -1,7 +1,4 @@
-"""Advantages: what a trajectory's reward is compared with. Pure functions of the whole global batch.
-
-An advantage of the user's own is a function like those in :data:`ADVANTAGES` (docs/extending.md).
-"""
+"""Advantages: what a trajectory's reward is compared with. Pure functions of the whole global batch."""
 
 from __future__ import annotations
 
@@ -20,25 +17,16 @@ GROUP_STD_EPS = 1e-6
 class RewardBatch:
     """What an advantage function sees: all ``B`` trajectories of an update, over all ranks, in one order.
 
-    The run fills every field; a caller that needs fewer leaves the others out.
-
-    Attributes:
-        rewards: float64 ``[B]``, finite.
-        group_ids: ``B`` names, equal for the rollouts of one prompt that were started together.
-        action_tokens: int64 ``[B]``, the tokens that the policy sampled (``T_i``).
-        lags: int64 ``[B]``, policy versions between the oldest action token and the update.
-        metadata: ``B`` mappings, of the trajectory's prompt: every further field of its record.
-        info: ``B`` mappings, what the agent returned beside the conversation.
-        reward_parts: ``B`` mappings, the named parts of the reward.
+    The run fills every field; each has ``B`` entries.
     """
 
-    rewards: Tensor
-    group_ids: Sequence[Hashable] | None = None
-    action_tokens: Tensor | None = None
-    lags: Tensor | None = None
-    metadata: Sequence[Mapping[str, Any]] = ()
-    info: Sequence[Mapping[str, Any]] = ()
-    reward_parts: Sequence[Mapping[str, float]] = ()
+    rewards: Tensor  # float64, finite
+    group_ids: Sequence[Hashable] | None = None  # equal for the rollouts of one prompt that started together
+    action_tokens: Tensor | None = None  # int64, the tokens that the policy sampled (T_i)
+    lags: Tensor | None = None  # int64, policy versions between the oldest action token and the update
+    metadata: Sequence[Mapping[str, Any]] = ()  # further fields of the prompt's record
+    info: Sequence[Mapping[str, Any]] = ()  # what the agent returned beside the conversation
+    reward_parts: Sequence[Mapping[str, float]] = ()  # the named parts of the reward
 
 
 #: Takes a batch and returns floating-point advantages ``[B]``.
@@ -50,14 +38,13 @@ def compute_advantages(advantage: str | AdvantageFn, batch: RewardBatch) -> Tens
 
     Args:
         advantage: a key of :data:`ADVANTAGES`, or a function of the same kind.
-        batch: rewards float32 or float64 ``[B]`` of all data-parallel ranks; ``group`` needs ``group_ids`` too.
+        batch: rewards float32 or float64 ``[B]``; ``group`` needs ``group_ids`` too.
 
     Returns:
         ``[B]`` in the dtype of the rewards; the built-in ones compute in float64.
 
     Raises:
-        ValueError: unknown name, empty or non-finite rewards, groups that do not fit, or a function that returns
-            something else than ``B`` finite numbers.
+        ValueError: name, rewards or groups do not fit, or the function returns no ``B`` finite numbers.
         TypeError: rewards are not floating point.
     """
     _check_rewards(batch.rewards)
@@ -74,27 +61,15 @@ def compute_advantages(advantage: str | AdvantageFn, batch: RewardBatch) -> Tens
     return ADVANTAGES[advantage](RewardBatch(rewards.double(), batch.group_ids)).to(rewards.dtype)
 
 
-def batch_mean_advantages(rewards: Tensor) -> Tensor:
-    """``A_i = R_i - mean_j R_j``, no division by the standard deviation (One-Batch REINFORCE).
-
-    Takes and returns float ``[B]``; see :func:`compute_advantages`.
-    """
-    return compute_advantages("batch_mean", RewardBatch(rewards))
-
-
 def has_signal(rewards: Tensor, group_ids: Sequence[Hashable] | None = None) -> bool:
-    """Whether a batch tells good from bad.
-
-    All-equal rewards do not. With ``group_ids`` rewards are compared inside their group only, so a batch has
-    no signal when every group's rewards are equal, even if groups differ.
-    """
+    """Whether rewards differ; with ``group_ids``, whether they differ within some group."""
     _check_rewards(rewards)
-    if group_ids is None:
-        return bool(rewards.max() > rewards.min())
-    return any(bool(rewards[rows].max() > rewards[rows].min()) for rows in _groups(rewards, group_ids))
+    groups = [list(range(len(rewards)))] if group_ids is None else _groups(rewards, group_ids)
+    return any(bool(rewards[rows].max() > rewards[rows].min()) for rows in groups)
 
 
 def _batch_mean(batch: RewardBatch) -> Tensor:
+    """``A_i = R_i - mean_j R_j``, no division by the standard deviation (One-Batch REINFORCE)."""
     return batch.rewards - batch.rewards.mean()
 
 
@@ -124,18 +99,13 @@ def _positive_only(batch: RewardBatch) -> Tensor:
     return _batch_mean(batch).clamp(min=0)
 
 
-def _none(batch: RewardBatch) -> Tensor:
-    """The raw reward, no baseline."""
-    return batch.rewards.clone()
-
-
 #: Built-in advantages by name.
 ADVANTAGES: dict[str, AdvantageFn] = {
     "batch_mean": _batch_mean,
     "leave_one_out": _leave_one_out,
     "group": _group,
     "positive_only": _positive_only,
-    "none": _none,
+    "none": lambda batch: batch.rewards.clone(),  # the raw reward, no baseline
 }
 
 

@@ -1,7 +1,4 @@
-"""The failure-token filter (appendix of the paper): failures keep only their most uncertain tokens in the loss.
-
-A trajectory has *failed* when its advantage is negative: that is when it is pushed down.
-"""
+"""The failure-token filter (appendix of the paper): failures keep only their most uncertain tokens in the loss."""
 
 from __future__ import annotations
 
@@ -10,22 +7,16 @@ from torch import Tensor
 
 
 def failure_token_mask(entropy: Tensor, action_mask: Tensor, advantages: Tensor, quantile: float) -> Tensor:
-    """Tokens that keep their loss: the ``loss_mask`` of ``flash_reinforce_loss``.
+    """Tokens that keep their loss: bool ``[b, T]``, the ``loss_mask`` of ``flash_reinforce_loss``.
 
-    Successes (advantage ``>= 0``) keep every action token; failures keep the ``ceil(quantile * T_i)`` of highest
-    entropy. Equal entropies are ordered by position, the earlier token first. ``T_i`` of the loss is unchanged.
-
-    The ranking is over the whole trajectory: with context parallelism, gather entropy and mask first and take
-    this rank's part of the answer.
+    Trajectories with a negative advantage keep the ``ceil(quantile * T_i)`` action tokens of highest entropy, the
+    earlier of equal ones; others keep all. With context parallelism, gather whole trajectories first.
 
     Args:
-        entropy: ``[b, T]``, of the full categorical distribution at each token; masked slots may hold anything.
+        entropy: ``[b, T]``, of the full categorical distribution; masked slots may hold anything.
         action_mask: bool ``[b, T]``.
         advantages: ``[b]``.
         quantile: share kept, in ``(0, 1]``; 1 is the base method.
-
-    Returns:
-        bool ``[b, T]``, a subset of ``action_mask``.
 
     Raises:
         ValueError: ``quantile`` out of range, shapes that differ, or a NaN entropy on an action token.
@@ -42,6 +33,5 @@ def failure_token_mask(entropy: Tensor, action_mask: Tensor, advantages: Tensor,
     # 1e-9: 0.55 * 100 is 55.00000000000001 in binary, and must keep 55 tokens, not 56
     keep = (action_mask.sum(dim=1).double() * quantile - 1e-9).ceil().clamp(min=1)
     ranked = torch.where(action_mask, entropy.detach(), entropy.new_full((), -torch.inf))
-    order = ranked.argsort(dim=1, descending=True, stable=True)
-    rank = order.argsort(dim=1)
+    rank = ranked.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     return action_mask & ((rank < keep[:, None]) | (advantages >= 0)[:, None])

@@ -26,48 +26,29 @@ def grpo_loss(
     batch_size: int,
     sum_over_context: ContextSum | None = None,
 ) -> tuple[Tensor, LossStats]:
-    """One micro-batch's part of the loss; arguments as in :func:`~megatron_fr.algorithm.loss.flash_reinforce_loss`.
+    """One micro-batch's part of the loss; tensors and errors as in ``flash_reinforce_loss``.
 
     Args:
-        logprobs: float32 or float64 ``[b, T]``.
-        behavior_logprobs: ``[b, T]``.
         advantages: ``[b]``, normalised per group.
-        action_mask: bool ``[b, T]``.
         clip_low: the ratio's floor is ``1 - clip_low``.
         clip_high: the ratio's ceiling is ``1 + clip_high``.
-        batch_size: responses of the whole update over all ranks.
-        sum_over_context: adds a ``[k, b]`` tensor over context-parallel ranks.
 
     Returns:
         The scalar part of the loss and its statistics. ``clipped`` counts tokens whose gradient the clip cut off;
-        nothing is rejected, so ``admitted`` is true everywhere.
+        nothing is rejected.
 
     Raises:
         FloatingPointError: a non-finite log-probability on an action token, or an overflowing ratio where the
             advantage is negative (where it is positive the clip bounds it).
-        ValueError: shapes or counts that do not fit.
-        TypeError: log-probabilities in less than float32.
     """
-    view = view_tokens(logprobs, behavior_logprobs, action_mask)
-    if advantages.shape != logprobs.shape[:1]:
-        raise ValueError(f"advantages have shape {tuple(advantages.shape)}, expected [{len(logprobs)}]")
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; give the number of responses of the whole update")
+    view = view_tokens(logprobs, behavior_logprobs, action_mask, advantages, batch_size)
     signed = advantages.to(logprobs.dtype)[:, None]
     trajectories = sum_trajectories(view, view.too_large & (signed < 0), sum_over_context)
     check_overflow(trajectories.overflows, view.limit)
 
     ratio = view.log_ratio.clamp(-view.limit, view.limit).exp()
     free, bounded = ratio * signed, ratio.clamp(1 - clip_low, 1 + clip_high) * signed
-    per_token = torch.where(action_mask, torch.minimum(free, bounded), logprobs.new_zeros(()))
+    per_token = torch.where(action_mask, torch.minimum(free, bounded), 0.0)
     scale = (1 / (trajectories.tokens.clamp(min=1) * batch_size)).to(logprobs.dtype)
     loss = -(per_token * scale[:, None]).sum()
-    stats = collect_stats(
-        view,
-        trajectories,
-        admitted=torch.ones_like(trajectories.sequence_kl, dtype=torch.bool),
-        admitted_tokens=action_mask,
-        ratio=ratio,
-        clipped=(bounded < free).detach(),
-    )
-    return loss, stats
+    return loss, collect_stats(view, trajectories, action_mask, ratio, clipped=(bounded < free).detach())

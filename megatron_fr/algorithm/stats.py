@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-_ROW_FIELDS = ("sequence_kl", "admitted", "trajectory_tokens")
-_MAX_FIELDS = ("ratio_max",)
 
 #: Order of :meth:`LossStats.sums`.
 SUM_NAMES = (
@@ -24,32 +20,20 @@ MAX_NAMES = ("kl_max", "ratio_max")
 class LossStats:
     """Detached tensors ``[b]``, one entry a row of the micro-batch.
 
-    The first three describe the whole trajectory and are equal on every context-parallel rank; the others cover
-    the tokens this call saw, so that ranks add up (``ratio_max``: the maximum).
-
-    Attributes:
-        sequence_kl: float64, ``D_i`` in nats.
-        admitted: bool, ``m_i``; always true unless admission is by sequence.
-        trajectory_tokens: int64, ``T_i``, before any filter.
-        tokens: int64, action tokens seen here.
-        admitted_tokens: int64, those of them that passed the trust region.
-        ratio_sum: float64, sum over admitted tokens of the ratio before truncation or clipping.
-        ratio_max: float64, its maximum, 0 without admitted tokens.
-        clamped: int64, admitted tokens whose log-ratio was clamped against overflow or underflow.
-        clipped: int64, tokens on which a clip or truncation was active.
-        difference_sum: float64, sum of ``|logpi - logmu|`` over all action tokens, rejected ones included.
+    The first three describe whole trajectories and are equal on every context-parallel rank; the others cover the
+    tokens this call saw.
     """
 
-    sequence_kl: Tensor
-    admitted: Tensor
-    trajectory_tokens: Tensor
-    tokens: Tensor
-    admitted_tokens: Tensor
-    ratio_sum: Tensor
-    ratio_max: Tensor
-    clamped: Tensor
-    clipped: Tensor
-    difference_sum: Tensor
+    sequence_kl: Tensor  # float64, D_i in nats
+    admitted: Tensor  # bool, m_i; always true unless admission is by sequence
+    trajectory_tokens: Tensor  # int64, T_i, before any filter
+    tokens: Tensor  # int64, action tokens seen here
+    admitted_tokens: Tensor  # int64, those of them that passed the trust region
+    ratio_sum: Tensor  # float64, over admitted tokens, of the ratio before truncation or clipping
+    ratio_max: Tensor  # float64, its maximum, 0 without admitted tokens
+    clamped: Tensor  # int64, admitted tokens whose log-ratio was clamped against overflow or underflow
+    clipped: Tensor  # int64, tokens on which a clip or truncation was active
+    difference_sum: Tensor  # float64, sum of |logpi - logmu| over all action tokens, rejected ones included
 
     def sums(self, count_rows: bool = True) -> Tensor:
         """float64 ``[len(SUM_NAMES)]``, to be added over micro-batches and all-reduced (sum) over DP and CP ranks.
@@ -70,29 +54,6 @@ class LossStats:
         """float64 ``[len(MAX_NAMES)]``, to be all-reduced by maximum; 0 without rows."""
         zero = self.ratio_max.new_zeros(1)
         return torch.stack([torch.cat([self.sequence_kl, zero]).max(), torch.cat([self.ratio_max, zero]).max()])
-
-
-def combine(parts: Sequence[LossStats]) -> LossStats:
-    """Join calls on *different* rows (micro-batches, data-parallel ranks), in order."""
-    return LossStats(**{f.name: torch.cat([getattr(p, f.name) for p in parts]) for f in fields(LossStats)})
-
-
-def combine_context(parts: Sequence[LossStats]) -> LossStats:
-    """Join calls on context-parallel shards of the *same* rows.
-
-    Raises:
-        ValueError: the shards disagree about a whole trajectory, so one of them missed the context sum.
-    """
-    joined: dict[str, Tensor] = {}
-    for name in (f.name for f in fields(LossStats)):
-        values = torch.stack([getattr(p, name) for p in parts])
-        if name in _ROW_FIELDS:
-            if not bool((values == values[0]).all()):
-                raise ValueError(f"context shards disagree about {name}; was sum_over_context given on every rank?")
-            joined[name] = values[0]
-        else:
-            joined[name] = values.amax(dim=0) if name in _MAX_FIELDS else values.sum(dim=0)
-    return LossStats(**joined)
 
 
 def policy_metrics(sums: Tensor, maxima: Tensor) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The part both losses share: masked log-probabilities, ratios, and per-trajectory sums over context shards."""
+"""What the losses share: masked log-probabilities, ratios, and per-trajectory sums over context shards."""
 
 from __future__ import annotations
 
@@ -18,44 +18,38 @@ ContextSum = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TokenView:
-    """A micro-batch with its masked slots made harmless. All ``[b, T]`` unless said otherwise.
+    """A micro-batch with its masked slots made harmless: ``[b, T]``, 0 where masked."""
 
-    Attributes:
-        mask: bool, action tokens.
-        logprobs: with gradient, 0 where masked.
-        log_ratio: with gradient, ``logpi - logmu``, 0 where masked, not clamped.
-        divergence: float64, ``d_it``, 0 where masked.
-        too_large: bool, the ratio overflows the dtype.
-        limit: the largest log-ratio whose ratio is finite.
-    """
+    mask: Tensor  # bool, action tokens
+    logprobs: Tensor  # with gradient
+    log_ratio: Tensor  # with gradient, logpi - logmu, not clamped
+    divergence: Tensor  # float64, d_it
+    too_large: Tensor  # bool, the ratio overflows the dtype
+    limit: float  # the largest log-ratio whose ratio is finite
 
-    mask: Tensor
-    logprobs: Tensor
-    log_ratio: Tensor
-    divergence: Tensor
-    too_large: Tensor
-    limit: float
-
-    @property
-    def difference(self) -> Tensor:
-        """float64 ``[b]``, sum of ``|logpi - logmu|``."""
-        return self.log_ratio.detach().double().abs().sum(dim=1)
+    def ratio(self, used: Tensor) -> Tensor:
+        """Ratios of ``used`` tokens, 1 elsewhere: clamped against overflow, without gradient."""
+        # Others get log-ratio 0 before exp: their ratio is never evaluated.
+        log_ratio = torch.where(used, self.log_ratio.detach(), 0.0)
+        return log_ratio.clamp(-self.limit, self.limit).exp()
 
 
 @dataclass(frozen=True)
 class TrajectorySums:
-    """Whole-trajectory values ``[b]``, equal on every context-parallel rank."""
+    """Whole-trajectory values, float64 ``[b]``, equal on every context-parallel rank."""
 
-    tokens: Tensor  # float64, T_i
-    sequence_kl: Tensor  # float64, D_i
-    overflows: Tensor  # float64, tokens whose ratio would overflow
+    tokens: Tensor  # T_i
+    sequence_kl: Tensor  # D_i
+    overflows: Tensor  # tokens whose ratio would overflow
 
 
-def view_tokens(logprobs: Tensor, behavior_logprobs: Tensor, action_mask: Tensor) -> TokenView:
-    """Check shapes and dtypes and blank the masked slots before any arithmetic.
+def view_tokens(
+    logprobs: Tensor, behavior_logprobs: Tensor, action_mask: Tensor, advantages: Tensor, batch_size: int
+) -> TokenView:
+    """Check one micro-batch and blank the masked slots before any arithmetic.
 
     Raises:
-        ValueError: shapes differ, or the mask is not bool.
+        ValueError: shapes differ, the mask is not bool, or ``batch_size`` is below 1.
         TypeError: log-probabilities are not float32 or float64.
     """
     shape = logprobs.shape
@@ -68,12 +62,15 @@ def view_tokens(logprobs: Tensor, behavior_logprobs: Tensor, action_mask: Tensor
         raise ValueError(f"action_mask is {action_mask.dtype}; give bool")
     if logprobs.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"logprobs are {logprobs.dtype}; reduce the logits in float32")
+    if advantages.shape != shape[:1]:
+        raise ValueError(f"advantages have shape {tuple(advantages.shape)}, expected [{len(logprobs)}]")
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; give the number of trajectories of the whole update")
     # where, not a product: 0 * inf and 0 * nan are nan, in the value and in the gradient
-    zero = logprobs.new_zeros(())
-    current = torch.where(action_mask, logprobs, zero)
-    behavior = torch.where(action_mask, behavior_logprobs.detach().to(logprobs.dtype), zero)
+    current = torch.where(action_mask, logprobs, 0.0)
+    behavior = torch.where(action_mask, behavior_logprobs.detach().to(logprobs.dtype), 0.0)
     log_ratio = current - behavior
-    divergence = torch.where(action_mask, bernoulli_kl(behavior, current), zero.double())
+    divergence = torch.where(action_mask, bernoulli_kl(behavior, current), 0.0)
     limit = float(math.floor(math.log(torch.finfo(logprobs.dtype).max)))
     return TokenView(action_mask, current, log_ratio, divergence, log_ratio.detach() > limit, limit)
 
@@ -82,7 +79,6 @@ def sum_trajectories(view: TokenView, overflows: Tensor, sum_over_context: Conte
     """``T_i``, ``D_i`` and overflow counts of whole trajectories: one collective, joined by every rank.
 
     Args:
-        view: this rank's tokens.
         overflows: bool ``[b, T]``, tokens whose ratio would be used and is not representable.
         sum_over_context: None when this rank holds whole trajectories.
 
@@ -90,9 +86,8 @@ def sum_trajectories(view: TokenView, overflows: Tensor, sum_over_context: Conte
         FloatingPointError: a non-finite log-probability on an action token; on all context ranks alike.
     """
     broken = ~view.log_ratio.detach().isfinite()
-    divergence = torch.where(broken, view.divergence.new_zeros(()), view.divergence)
-    counts = [view.mask.double(), divergence, broken.double(), overflows.double()]
-    sums = torch.stack([c.sum(dim=1) for c in counts])
+    divergence = torch.where(broken, 0.0, view.divergence)
+    sums = torch.stack([c.double().sum(dim=1) for c in (view.mask, divergence, broken, overflows)])
     if sum_over_context is not None:
         sums = sum_over_context(sums)
     tokens, kl, non_finite, overflowing = sums
@@ -106,15 +101,7 @@ def sum_trajectories(view: TokenView, overflows: Tensor, sum_over_context: Conte
 
 
 def check_overflow(overflows: Tensor, limit: float) -> None:
-    """Refuse to train on an infinite importance ratio.
-
-    Args:
-        overflows: ``[b]``, number of used tokens whose ratio overflows.
-        limit: the largest representable log-ratio.
-
-    Raises:
-        FloatingPointError: some ratio overflows.
-    """
+    """Raise FloatingPointError where ``overflows`` ``[b]``, used tokens with a log-ratio above ``limit``, is not 0."""
     if bool((overflows > 0).any()):
         row = int((overflows > 0).nonzero()[0])
         raise FloatingPointError(
@@ -126,26 +113,32 @@ def check_overflow(overflows: Tensor, limit: float) -> None:
 def collect_stats(
     view: TokenView,
     trajectories: TrajectorySums,
-    *,
-    admitted: Tensor,
-    admitted_tokens: Tensor,
+    used: Tensor,
     ratio: Tensor,
-    clipped: Tensor,
+    *,
+    admitted: Tensor | None = None,
+    clipped: Tensor | None = None,
 ) -> LossStats:
-    """Assemble the report from detached ``[b, T]`` tensors; ``ratio`` is before truncation or clipping."""
-    used = admitted_tokens & view.mask
-    ratio = torch.where(used, ratio.detach().double(), trajectories.tokens.new_zeros(()))
+    """Assemble the report.
+
+    Args:
+        used: bool ``[b, T]``, action tokens in the loss.
+        ratio: ``[b, T]``, before truncation or clipping.
+        admitted: bool ``[b]``; None: every trajectory.
+        clipped: bool ``[b, T]``; None: no token.
+    """
+    ratio = torch.where(used, ratio.detach().double(), 0.0)
     padded = torch.cat([ratio, ratio.new_zeros(len(ratio), 1)], dim=1)  # a shard may have no column
-    clamped = used & (view.log_ratio.detach().abs() > view.limit)
+    difference = view.log_ratio.detach()
     return LossStats(
         sequence_kl=trajectories.sequence_kl,
-        admitted=admitted,
+        admitted=torch.ones_like(trajectories.tokens, dtype=torch.bool) if admitted is None else admitted,
         trajectory_tokens=trajectories.tokens.long(),
         tokens=view.mask.sum(dim=1),
         admitted_tokens=used.sum(dim=1),
         ratio_sum=ratio.sum(dim=1),
         ratio_max=padded.amax(dim=1),
-        clamped=clamped.sum(dim=1),
-        clipped=(clipped & used).sum(dim=1),
-        difference_sum=view.difference,
+        clamped=(used & (difference.abs() > view.limit)).sum(dim=1),
+        clipped=torch.zeros_like(used).sum(dim=1) if clipped is None else (clipped & used).sum(dim=1),
+        difference_sum=difference.double().abs().sum(dim=1),
     )

@@ -16,16 +16,9 @@ _LOG_HIGH = math.log1p(-CLAMP)
 def bernoulli_kl(behavior_logprobs: Tensor, logprobs: Tensor) -> Tensor:
     """``d = p log(p/q) + (1-p) log((1-p)/(1-q))`` with ``p = exp(behavior_logprobs)`` and ``q = exp(logprobs)``.
 
-    The KL of "the sampled action" against "everything else". Works in log space and float64: in float32 the two
-    terms cancel to noise of either sign near ``p = q``. ``1 - p`` comes from ``expm1``, so it keeps its digits
-    near ``p = 1``.
-
-    Args:
-        behavior_logprobs: natural logs, any shape, any float dtype.
-        logprobs: the same shape; detached.
-
-    Returns:
-        float64, finite and ``>= 0`` for every finite input (and for ``-inf``), exactly 0 where both are equal.
+    Both are natural logs of one shape, any float dtype. The result is float64 without gradient: finite and ``>= 0``
+    for every finite input and ``-inf``, exactly 0 where both are equal. In float32 the two terms would cancel to
+    noise near ``p = q``; ``expm1`` keeps the digits of ``1 - p`` near ``p = 1``.
     """
     log_p = behavior_logprobs.detach().double().clamp(_LOG_LOW, _LOG_HIGH)
     log_q = logprobs.detach().double().clamp(_LOG_LOW, _LOG_HIGH)
@@ -36,8 +29,5 @@ def bernoulli_kl(behavior_logprobs: Tensor, logprobs: Tensor) -> Tensor:
 
 
 def sequence_mean(token_sums: Tensor, tokens: Tensor) -> Tensor:
-    """``D_i``: the mean over a trajectory's action tokens, clamped at 0; 0 where there are none.
-
-    Both arguments ``[b]``, already summed over context-parallel ranks.
-    """
+    """``D_i`` ``[b]``: the mean over a trajectory's action tokens, clamped at 0; 0 where there are none."""
     return (token_sums / tokens.clamp(min=1)).clamp(min=0)

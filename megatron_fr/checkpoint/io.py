@@ -1,19 +1,16 @@
 """Writing and reading one checkpoint folder with ``torch.distributed.checkpoint``.
 
-A thread of each rank writes that rank's file from a copy in host memory while training goes on. Its collectives have a
-process group of their own. A thread ends with its process: a killed trainer leaves only an unfinished folder. The files
-are what Megatron calls ``torch_dist``.
+While training goes on, a thread of each rank writes that rank's file from a copy in host memory. The files are what
+Megatron calls ``torch_dist``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.utils._pytree import tree_map
 
 from megatron_fr.checkpoint.reader import CheckedReader
 from megatron_fr.checkpoint.state import Pieces, Trained, adam_step, local_pieces, set_adam_step
@@ -34,7 +32,7 @@ from megatron_fr.runtime.collectives import from_rank_zero
 #: Ranks may finish their files this far apart.
 _WRITE_TIMEOUT = timedelta(days=1)
 _POLL_S = 0.5
-#: Where Megatron looks for what is no tensor; here there is nothing of the kind.
+#: Megatron's readers need this entry, which here is empty.
 _COMMON = "common_state/shard_0_1"
 
 
@@ -42,16 +40,12 @@ class BackgroundWriter:
     """Writes one checkpoint at a time. Every method is a collective."""
 
     def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=_WRITE_TIMEOUT)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: Future[dict[str, int]] | None = None
+        self._group: Any = dist.new_group(backend="gloo", timeout=_WRITE_TIMEOUT)
+        self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: futures.Future[dict[str, int]] | None = None
 
     def begin(self, folder: Path, policy: Trained) -> dict[str, Any]:
-        """Copy the policy's state and start writing it to the existing ``folder``, which holds nothing of it.
-
-        Returns:
-            what belongs to this state and is no tensor, for :func:`read` to get back.
-        """
+        """Copy the policy's state and start writing it to the existing ``folder``; returns what :func:`read` needs."""
         state: dict[str, Any] = dict(local_pieces(policy.chunks, policy.step.optimizer, to_save=True))
         for pieces in state.values():
             pieces.boxes = {offset: box.to("cpu", copy=True) for offset, box in pieces.boxes.items()}
@@ -64,33 +58,28 @@ class BackgroundWriter:
         }
 
     def finished(self, *, wait: bool) -> dict[str, int] | None:
-        """Look whether every rank has brought its files to the disk.
-
-        Waiting is a series of short collectives: ranks may need longer than a collective may take.
-
-        Returns:
-            sizes of the files in bytes by name; None while one is being written.
+        """Get the sizes of all ranks' files in bytes by name; None while one is being written.
 
         Raises:
             CheckpointError: a rank could not write; every rank raises it with the reason.
         """
-        assert self._writing is not None
-        while not from_rank_zero(partial(_is_done, self._writing, _POLL_S if wait else 0.0)):
+        writing = self._writing
+        assert writing is not None
+        # Short collectives in a row: ranks may write for longer than one collective may take.
+        while not from_rank_zero(lambda: bool(futures.wait([writing], _POLL_S if wait else 0).done)):
             if not wait:
                 return None
-        # On other ranks it comes with the last message of the first one.
-        if (error := self._writing.exception()) is not None:
+        if (error := writing.exception()) is not None:  # other ranks wait here until rank 0 has told them
             raise CheckpointError(_root_cause(error)) from error
-        return self._writing.result()
+        return writing.result()
 
 
 @torch.no_grad()
 def read(folder: Path, policy: Trained, extra: Mapping[str, Any]) -> None:
     """Load what :class:`BackgroundWriter` wrote, in this run's layout. A collective.
 
-    Random states are restored in the layout that they were saved in. In another one there is no rank that they belong
-    to: every rank is seeded, as at a run's start, with a seed derived from rank 0's saved states, and rank 0 says so.
-    Starting again from the run's own seed would repeat numbers that were used.
+    Random states are restored in the layout that they were saved in. In another one every rank is seeded, as at a run's
+    start, with a seed derived from rank 0's saved states: the run's own seed would repeat numbers that were used.
 
     Args:
         extra: what :meth:`BackgroundWriter.begin` returned.
@@ -100,12 +89,11 @@ def read(folder: Path, policy: Trained, extra: Mapping[str, Any]) -> None:
     """
     saved, now = extra["layout"], _layout()
     rng = _rng_key(dist.get_rank() if saved == now else 0, saved["world_size"])
-    state: dict[str, Any] = dict(local_pieces(policy.chunks, policy.step.optimizer, to_save=False))
-    state[rng] = None
+    state: dict[str, Any] = {**local_pieces(policy.chunks, policy.step.optimizer, to_save=False), rng: None}
     if (reason := _read(folder, state)) is not None:
         raise CheckpointError(f"checkpoint {folder} does not hold this model's state: {reason}")
     set_adam_step(policy.step.optimizer, extra["adam_step"])
-    # Sets learning rate and weight decay of this step of this run's schedule, whose length may have changed.
+    # Learning rate and weight decay follow this run's schedule, whose length may have changed.
     policy.step.schedule.num_steps = 0
     policy.step.schedule.step(extra["schedule_step"])
     (rng_state,) = state[rng]
@@ -151,7 +139,8 @@ def load_weights(chunks: Sequence[torch.nn.Module], folder: str | Path) -> None:
 
 class _SavePlanner(dcp.DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return _look_up(self.state_dict, index)
+        value = self.state_dict[index.fqn]
+        return value.boxes[index.offset or torch.Size()] if isinstance(value, Pieces) else value
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
@@ -159,12 +148,8 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return _look_up(self.state_dict, index)
-
-
-def _look_up(state: Mapping[str, Any], index: MetadataIndex) -> Any:
-    value = state[index.fqn]
-    return value.boxes[index.offset] if isinstance(value, Pieces) else value
+        box: torch.Tensor = self.state_dict[index.fqn].boxes[index.offset]
+        return box
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -179,7 +164,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def _write(folder: Path, state: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, int]:
-    """Write this rank's file and bring it to the disk; sizes of all ranks' files in bytes by name."""
+    """Write this rank's file; returns sizes of all ranks' files in bytes by name."""
     if dist.get_rank() == 0:
         state = state | {_COMMON: [{}]}
         save_config(CheckpointingConfig("torch_dist"), str(folder))
@@ -196,27 +181,16 @@ def _write(folder: Path, state: dict[str, Any], group: dist.ProcessGroup | None)
 
 
 def _read(folder: Path, state: dict[str, Any]) -> str | None:
-    """Fill ``state`` in place; why that failed on some rank, the same answer on each."""
+    """Fill ``state`` in place; returns why some rank failed, the same on each."""
     reason = None
     try:
-        dcp.load(
-            state,
-            storage_reader=CheckedReader(folder),
-            planner=_LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            no_dist=True,
-        )
+        planner = _LoadPlanner(flatten_state_dict=False)
+        dcp.load(state, storage_reader=CheckedReader(folder), planner=planner, no_dist=True)
     except (Exception, CheckpointException) as error:
         reason = _root_cause(error)
     reasons: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(reasons, reason)
     return next(filter(None, reasons), None)
-
-
-def _is_done(writing: Future[Any], within_s: float) -> bool:
-    deadline = time.monotonic() + within_s
-    while not writing.done() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return writing.done()
 
 
 def _layout() -> dict[str, int]:
@@ -237,11 +211,8 @@ def _rng_key(rank: int, world_size: int) -> str:
 
 def _derived_seed(state: dict[str, Any]) -> int:
     """Below 2^31, from everything in one rank's random states."""
-    digest = hashlib.sha256(repr(state["python"]).encode())
-    tensors = [state["torch"], state["numpy"][1], *(s for _, s in sorted(state["model_parallel"].items()))]
-    for tensor in [*tensors, *([state["cuda"]] if "cuda" in state else [])]:
-        digest.update(tensor.cpu().numpy().tobytes())
-    return int.from_bytes(digest.digest()[:4], "big") >> 1
+    plain = tree_map(lambda value: value.tolist() if torch.is_tensor(value) else value, state)
+    return int.from_bytes(hashlib.sha256(repr(plain).encode()).digest()[:4], "big") >> 1
 
 
 def _rng_state() -> dict[str, Any]:

@@ -11,19 +11,18 @@ Parameter names are those of Megatron's sharded state dictionaries with one name
 lie along a first dimension of their own. Transformer Engine's ``_extra_state`` objects are left out, so that layers
 with and without it load each other's checkpoints.
 
-A rank of the distributed optimizer owns a range of each flat parameter. Megatron-Core 0.19 refuses to save such ranges
-(``flattened_range is not supported``), so a range is saved as the boxes that make it up: whole rows, and parts of the
-first and the last row. Nothing is gathered.
+A rank of the distributed optimizer owns a range of each flat parameter, which Megatron-Core 0.19 refuses to save. Here
+a range is saved as the boxes that make it up: whole rows, and parts of the first and the last row. Nothing is gathered.
 
-The optimizers' own ``sharded_state_dict`` does not work with torch's AdamW, whose ``step`` it leaves out. Its parameter
-groups do not match at another EP size. Groups are no state here: the configuration and the schedule define them, and
-AdamW's step is one number for all parameters.
+The optimizers' own ``sharded_state_dict`` leaves out the ``step`` of torch's AdamW, and its parameter groups do not
+match at another EP size. Here the configuration and the schedule define the groups, and the step is one number.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,36 +38,25 @@ from megatron_fr.errors import CheckpointError
 from megatron_fr.models.spec import ModelSpec
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_MASTER = "param"  # as Megatron calls the float32 copy in memory
-_SAVED_AS = {_MASTER: "fp32_param"}
 #: Rows that only pad the vocabulary to a multiple of TP differ between layouts.
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
-Sharded = dict[str, Any]
 Shape = tuple[int, ...]
 
 
 class Trained(Protocol):
-    """What a checkpoint saves of one rank; the trainer's ``Policy`` is one.
-
-    Attributes:
-        source: the Hugging Face folder that the model came from.
-        chunks: the rank's Megatron-Core model chunks.
-        step: has their ``optimizer`` (``MegatronOptimizer``) and its ``schedule`` (``OptimizerParamScheduler``).
-    """
+    """What a checkpoint saves of one rank; the trainer's ``Policy`` is one."""
 
     spec: ModelSpec
-    source: Path
+    source: Path  #: the Hugging Face folder that the model came from
     chunks: Sequence[torch.nn.Module]
-    step: Any
+    step: Any  #: has ``optimizer`` (``MegatronOptimizer``) and ``schedule`` (``OptimizerParamScheduler``)
 
 
 class Pieces:
-    """This rank's boxes of one whole tensor, in the form that ``torch.distributed.checkpoint`` asks for.
+    """This rank's boxes of one tensor of ``shape``, in the form that ``torch.distributed.checkpoint`` asks for.
 
-    Attributes:
-        shape: of the whole tensor.
-        boxes: tensors by the offset of their first element; views of live memory, or copies of it.
+    ``boxes`` holds tensors by the offset of their first element: views of live memory, or copies of it.
     """
 
     def __init__(self, shape: Shape, *, padded: bool) -> None:
@@ -91,24 +79,6 @@ class Pieces:
         return [ChunkStorageMetadata(offset, box.size()) for offset, box in self.boxes.items()]
 
 
-def model_state(chunks: Sequence[torch.nn.Module]) -> Sharded:
-    """The weights as Megatron's ``ShardedTensor`` entries by chunk and name; their data are the live parameters."""
-    metadata = {
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        "non_homogeneous_layers": True,
-    }
-    state: Sharded = {}
-    for i, chunk in enumerate(chunks):
-        entries = chunk.sharded_state_dict(prefix="", metadata=metadata)
-        state[f"chunk{i}"] = {
-            name: entry for name, entry in entries.items() if isinstance(entry, ShardedTensor | ShardedTensorFactory)
-        }
-    for entry in nested_values(state):
-        if isinstance(entry, ShardedTensor) and entry.key in _PADDED:
-            entry.allow_shape_mismatch = True
-    return state
-
-
 def local_pieces(
     chunks: Sequence[torch.nn.Module], optimizer: Any | None = None, *, to_save: bool
 ) -> dict[str, Pieces]:
@@ -120,7 +90,7 @@ def local_pieces(
     """
     found: dict[str, Pieces] = {}
     by_param: dict[int, Any] = {}
-    for entry in nested_values(model_state(chunks)):
+    for entry in _weights(chunks):
         by_param[id(entry.data)] = entry
         if not to_save or not any(entry.replica_id):
             _add(found, "", entry, entry.data.detach(), 0)
@@ -128,11 +98,14 @@ def local_pieces(
         _fill_missing(part)
         # Data-parallel ranks, the last number of a replica's id, share the distributed optimizer's state out.
         replica = slice(None, -1) if isinstance(part, DistributedOptimizer) else slice(None)
-        for param, tensors, start in _local_states(part):
+        for param, main, start in _mains(part):
             entry = by_param[id(param)]
             if not to_save or not any(entry.replica_id[replica]):
+                tensors = {name: part.optimizer.state[main][name] for name in _MOMENTS}
+                if part.config.bf16 and main is not param:
+                    tensors["fp32_param"] = main
                 for name, tensor in tensors.items():
-                    _add(found, f"optimizer.state.{_SAVED_AS.get(name, name)}.", entry, tensor.detach(), start)
+                    _add(found, f"optimizer.state.{name}.", entry, tensor.detach(), start)
     return found
 
 
@@ -140,12 +113,8 @@ def adam_step(optimizer: Any) -> int:
     """How many steps Adam has taken; one number, since every step updates every parameter."""
     steps: set[int] = set()
     for part in _parts(optimizer):
-        for group in part.optimizer.param_groups:
-            if "step" in group and group["params"]:
-                steps.add(int(group["step"]))
-        for state in part.optimizer.state.values():
-            if "step" in state:
-                steps.add(int(state["step"]))
+        steps |= {int(group["step"]) for group in part.optimizer.param_groups if "step" in group and group["params"]}
+        steps |= {int(state["step"]) for state in part.optimizer.state.values() if "step" in state}
     if len(steps) > 1:
         raise CheckpointError(f"parameters have taken different numbers of Adam steps ({sorted(steps)})")
     return steps.pop() if steps else 0
@@ -170,22 +139,28 @@ def split_range(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Sh
         yield (start,) * len(shape), (stop - start,) * len(shape)
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # the whole rows
-    if first > last:  # a part of one row
-        yield from _within(last, shape, start, stop)
-        return
-    if start < first * row:
-        yield from _within(first - 1, shape, start, first * row)
-    if first < last:
-        yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
-    if last * row < stop:
-        yield from _within(last, shape, last * row, stop)
+    whole_rows = (-(-start // row) * row, stop // row * row)
+    for begin, end in pairwise(sorted({start, stop, *(cut for cut in whole_rows if start < cut < stop)})):
+        index, within = divmod(begin, row)
+        if within == end % row == 0:
+            yield (index, *[0] * (len(shape) - 1)), ((end - begin) // row, *shape[1:])
+        else:
+            for offset, size in split_range(shape[1:], within, within + end - begin):
+                yield (index, *offset), (1, *size)
 
 
-def _within(index: int, shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
-    begin = index * math.prod(shape[1:])
-    for offset, size in split_range(shape[1:], start - begin, stop - begin):
-        yield (index, *offset), (1, *size)
+def _weights(chunks: Sequence[Any]) -> Iterator[Any]:
+    """Megatron's entries of the weights, whose data are the live parameters."""
+    metadata = {
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "non_homogeneous_layers": True,
+    }
+    for chunk in chunks:
+        for entry in nested_values(chunk.sharded_state_dict(prefix="", metadata=metadata)):
+            if isinstance(entry, ShardedTensor | ShardedTensorFactory):
+                if entry.key in _PADDED:
+                    entry.allow_shape_mismatch = True
+                yield entry
 
 
 def _add(found: dict[str, Pieces], prefix: str, entry: Any, tensor: torch.Tensor, start: int) -> None:
@@ -196,15 +171,14 @@ def _add(found: dict[str, Pieces], prefix: str, entry: Any, tensor: torch.Tensor
         assert shard.data.is_contiguous(), shard.key
         assert shard.data.untyped_storage().data_ptr() == entry.data.untyped_storage().data_ptr(), shard.key
         lead = shard.prepend_axis_num
-        pieces = found.setdefault(
-            prefix + shard.key, Pieces(shard.global_shape, padded=shard.allow_shape_mismatch)
-        ).boxes
+        empty = Pieces(shard.global_shape, padded=shard.allow_shape_mismatch)
+        boxes = found.setdefault(prefix + shard.key, empty).boxes
         at = max(start - begin, 0)
         for offset, size in split_range(shard.local_shape, at, min(start + flat.numel() - begin, shard.data.numel())):
             place = torch.Size(a + b for a, b in zip(shard.global_offset, (*[0] * lead, *offset), strict=True))
-            assert place not in pieces, (shard.key, place)
+            assert place not in boxes, (shard.key, place)
             first = begin + at - start
-            pieces[place] = flat[first : first + math.prod(size)].view(*[1] * lead, *size)
+            boxes[place] = flat[first : first + math.prod(size)].view(*[1] * lead, *size)
             at += math.prod(size)
 
 
@@ -224,27 +198,16 @@ def _fill_missing(part: Any) -> None:
                 state |= {name: torch.zeros_like(param) for name in _MOMENTS}
 
 
-def _local_states(part: Any) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor], int]]:
-    """``(parameter, its state tensors on this rank, their first element in the flat parameter)``."""
-    # The master copy is a tensor of its own only beside bfloat16 weights.
-    names = (*_MOMENTS, _MASTER) if part.config.bf16 else _MOMENTS
+def _mains(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:
+    """``(parameter, what the optimizer updates for it on this rank, its first element in the flat parameter)``."""
     if isinstance(part, DistributedOptimizer):
         for param, (group, order) in part.model_param_group_index_map.items():
             main = part.optimizer.param_groups[group]["params"][order]
-            yield param, _tensors(part, main, names), part._get_model_param_range_map(param)["param"].start
+            yield param, main, part._get_model_param_range_map(param)["param"].start
         return
+    masters: dict[torch.Tensor, torch.Tensor] = {}
     if hasattr(part, "float16_groups"):
-        pairs = [
-            pair
-            for model_group, main_group in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True)
-            for pair in zip(model_group, main_group, strict=True)
-        ] + [(p, p) for group in part.fp32_from_fp32_groups for p in group]
-    else:
-        pairs = [(p, p) for group in part.optimizer.param_groups for p in group["params"]]
-    for param, main in pairs:
-        yield param, _tensors(part, main, names if main is not param else _MOMENTS), 0
-
-
-def _tensors(part: Any, main: torch.Tensor, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    state = part.optimizer.state[main]
-    return {name: main if name == _MASTER else state[name] for name in names}
+        for params, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            masters |= zip(mains, params, strict=True)
+    for main in (main for group in part.optimizer.param_groups for main in group["params"]):
+        yield masters.get(main, main), main, 0

@@ -5,9 +5,9 @@ and what of the configuration must not change), ``rollout.state`` (of the rollou
 configuration and tokenizer, for conversion) and, written last, ``manifest.json`` with the size of every other file. A
 folder has its final name only when it is complete and on the disk; until then it is ``update-000040.tmp``.
 
-Other names: ``update-000040.abandoned-1`` was newer than the one that a run went on from, and is for people to look at
-or to rename back. ``update-000040.deleted`` is about to go. The trainer locks ``output/training_state.lock`` for its
-whole life, so that what is unfinished beside it is a killed run's.
+Other names: ``update-000040.abandoned-1`` was newer than the one that a run went on from; people may look at it or
+rename it back. ``update-000040.deleted`` is about to go. The trainer locks ``output/training_state.lock`` for its whole
+life, so an unfinished folder beside it is of a killed run.
 """
 
 from __future__ import annotations
@@ -18,47 +18,34 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any
 
 from megatron_fr.errors import CheckpointError, UnreadableCheckpointError
+from megatron_fr.hf.atomic import sync_path
 
 FOLDER = "training_state"
-LOCK_FILE = "training_state.lock"
 MANIFEST_FILE = "manifest.json"
 RUN_FILE = "run.json"
 ROLLOUT_FILE = "rollout.state"
 #: Folder in a checkpoint with the model's configuration, tokenizer and chat template.
 HF_FILES = "hf"
 _WORK, _DELETED = ".tmp", ".deleted"
-#: What the kernel says of a file that is not there or is something else; anything else says nothing of its content.
+#: Errors of a file that is not there or is something else; any other error says nothing of its content.
 _NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
-#: What flock answers on file systems that are mounted without it.
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
-#: What fsync answers where folders cannot be synced: there a rename is as durable as it gets.
-_NO_FOLDER_SYNC = {errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """``run.json``.
+    """``run.json``."""
 
-    Attributes:
-        update: batches consumed.
-        version: of the weights.
-        score: held-out reward of these weights, None where they were not evaluated.
-        fixed: what of the configuration and the model must be the same to go on, by field name.
-        trainer: counters that belong to the tensors (see ``checkpoint/io.py``).
-    """
-
-    update: int
-    version: int
-    score: float | None = None
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    trainer: Mapping[str, Any] = field(default_factory=dict)
+    update: int  #: batches consumed
+    version: int  #: version of the weights
+    score: float | None = None  #: held-out reward of these weights, None where they were not evaluated
+    fixed: Mapping[str, Any] = field(default_factory=dict)  #: settings that must be the same to go on, by field name
+    trainer: Mapping[str, Any] = field(default_factory=dict)  #: counters of the tensors, see ``checkpoint/io.py``
 
     def write(self, folder: Path) -> None:
         """Write ``run.json`` of ``folder``."""
@@ -84,87 +71,76 @@ def folder_of(output: Path, update: int) -> Path:
     return output / FOLDER / f"update-{update:06d}"
 
 
-def update_of(folder: Path) -> int:
-    """The number in a final name."""
+def _update_of(folder: Path) -> int:
     return int(folder.name.removeprefix("update-"))
 
 
 def all_checkpoints(output: Path) -> list[Path]:
-    """Folders with a final name, newest first; not checked.
+    """List folders with a final name, newest first; not checked.
 
     Raises:
-        CheckpointError: they cannot be listed, which does not mean that there are none.
+        CheckpointError: they cannot be listed.
     """
-    return sorted(_matching(output, ""), key=update_of, reverse=True)
+    return sorted(_matching(output, ""), key=_update_of, reverse=True)
 
 
 def check_sizes(folder: Path) -> RunRecord:
-    """Compare the size of every file with the manifest.
-
-    Returns:
-        the checkpoint's ``run.json``.
+    """Compare the size of every file with the manifest; returns the checkpoint's ``run.json``.
 
     Raises:
         UnreadableCheckpointError: files cannot be looked at, which says nothing of what they hold.
         CheckpointError: the checkpoint is incomplete or damaged.
     """
-    with _explained(MANIFEST_FILE):
-        text = (folder / MANIFEST_FILE).read_bytes()
+    name = MANIFEST_FILE
     try:
-        sizes = {str(name): int(entry["bytes"]) for name, entry in json.loads(text)["files"].items()}
+        files = json.loads((folder / name).read_bytes())["files"]
+        sizes = {str(path): int(entry["bytes"]) for path, entry in files.items()}
+        for name, expected in sizes.items():
+            if (size := (folder / name).stat().st_size) != expected:
+                raise CheckpointError(f"{name} has {size} bytes, expected {expected}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{MANIFEST_FILE} is damaged: {error!r}") from error
-    for name, expected in sizes.items():
-        with _explained(name):
-            size = (folder / name).stat().st_size
-        if size != expected:
-            raise CheckpointError(f"{name} has {size} bytes, expected {expected}")
+    except OSError as error:
+        if error.errno in _NOT_THERE:
+            raise CheckpointError(f"{name} is missing") from error
+        raise UnreadableCheckpointError(
+            f"{name} cannot be read now ({error.strerror}), which is no sign of damage: mend the access to it"
+        ) from error
     return read_record(folder)
 
 
-def find_damage(folder: Path) -> str | None:
-    """Why a checkpoint cannot be used, or None: every file of its manifest has its size."""
-    try:
-        check_sizes(folder)
-    except CheckpointError as error:
-        return str(error)
-    return None
-
-
 def newest_usable(output: Path, say: Callable[[str], None] = print) -> Path | None:
-    """Find the newest checkpoint that is complete, None where there is none; what is skipped is said.
+    """Find the newest complete checkpoint, None where there is none; ``say`` gets a line for each that is skipped.
 
-    A checkpoint that a killed run only had to name gets its name first.
+    A complete folder that a killed run did not rename yet gets its final name first.
 
     Raises:
-        CheckpointError: the folder cannot be listed, or it holds checkpoints and none is usable. To begin again at
-            update 0 then is for a person to decide.
+        CheckpointError: the folder cannot be listed, or it holds checkpoints and none is usable. A person must decide
+            whether to begin again at update 0.
     """
     for work in _matching(output, _WORK):
-        try:
-            _name_if_complete(work, say)
-        except (UnreadableCheckpointError, OSError) as error:
-            say(f"left {work} alone: {error}")
+        _name_if_complete(work, say)
     skipped = []
     for folder in all_checkpoints(output):
-        reason = find_damage(folder)
-        if reason is None:
+        try:
+            check_sizes(folder)
             return folder
-        say(f"skipped checkpoint {folder}: {reason}")
-        skipped.append(f"{folder}: {reason}")
+        except CheckpointError as error:
+            say(f"skipped checkpoint {folder}: {error}")
+            skipped.append(f"{folder}: {error}")
     if not skipped:
         return None
     raise CheckpointError(
-        "no training checkpoint can be gone on from (" + "; ".join(skipped) + "); repair one of them, or start anew "
-        "with checkpoint.resume=never, which keeps them under another name"
+        f"no training checkpoint can be gone on from ({'; '.join(skipped)}); repair one of them, or start anew with "
+        "checkpoint.resume=never, which keeps them under another name"
     )
 
 
-def find_resumed(output: Path, given: str, say: Callable[[str], None] = print) -> Path | None:
+def find_resumed(output: Path, given: str) -> Path | None:
     """Find the checkpoint to go on from, None to start anew.
 
     Args:
-        given: a folder; ``auto`` for the newest usable one in ``output``; ``never`` for none.
+        given: a folder, ``auto`` (the newest usable one in ``output``), or ``never``.
 
     Raises:
         CheckpointError: the folder is damaged or cannot be read; see also :func:`newest_usable`.
@@ -172,48 +148,51 @@ def find_resumed(output: Path, given: str, say: Callable[[str], None] = print) -
     if given == "never":
         return None
     if given == "auto":
-        return newest_usable(output, say)
-    if (reason := find_damage(Path(given))) is not None:
-        raise CheckpointError(f"checkpoint {given} cannot be gone on from: {reason}; choose another one")
+        return newest_usable(output)
+    try:
+        check_sizes(Path(given))
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {given} cannot be gone on from: {error}; choose another one") from error
     return Path(given)
 
 
 def lock_output(output: Path) -> IO[str] | None:
-    """Lock a run's training checkpoints until the file is closed or the process ends; None: no locks here.
+    """Lock a run's training checkpoints until the file is closed; None on a file system without locks.
 
     Raises:
         CheckpointError: another process holds the lock, or ``output`` cannot be written.
     """
     try:
         output.mkdir(parents=True, exist_ok=True)
-        file = (output / LOCK_FILE).open("w")
+        file = (output / f"{FOLDER}.lock").open("w")
     except OSError as error:
-        raise unwritable(output / FOLDER, str(error.strerror)) from error
+        raise unwritable(output / FOLDER, error) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError as error:
         file.close()
-        if error.errno in _NO_LOCKS:
-            return None
         raise CheckpointError(
             f"{output / FOLDER} is being written by another run; give each run its own output"
         ) from error
+    except OSError:
+        file.close()
+        return None
     return file
 
 
 def remove_unfinished(output: Path, say: Callable[[str], None] = print) -> None:
-    """Delete what killed runs left, and say so. The caller holds the lock.
+    """Delete the unfinished folders of killed runs. The caller holds the lock.
 
     Raises:
         CheckpointError: the folder cannot be listed.
     """
     for left in _matching(output, _WORK) + _matching(output, _DELETED):
-        try:
-            if left.suffix == _DELETED or not _name_if_complete(left, say):
+        if left.suffix == _DELETED or not _name_if_complete(left, say):
+            try:
                 shutil.rmtree(left)
                 say(f"removed {left}, which an earlier run left behind")
-        except (UnreadableCheckpointError, OSError) as error:
-            say(f"left {left} alone: {error}")
+            except OSError as error:
+                say(f"left {left} alone: {error}")
 
 
 def work_folder(output: Path, update: int) -> Path:
@@ -223,8 +202,7 @@ def work_folder(output: Path, update: int) -> Path:
         OSError: it cannot be made.
     """
     work = folder_of(output, update).with_suffix(_WORK)
-    if work.exists():
-        shutil.rmtree(work)
+    shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     return work
 
@@ -233,8 +211,7 @@ def complete(work: Path, written: Mapping[str, int] | None = None) -> Path:
     """Write the manifest, bring everything to the disk and give the folder its final name.
 
     Args:
-        written: sizes in bytes of files that other machines wrote. They count even if this machine does not see them
-            yet.
+        written: sizes in bytes of files that other machines wrote, which this machine may not see yet.
 
     Raises:
         OSError: the disk is full or gone; the folder keeps its temporary name.
@@ -242,28 +219,23 @@ def complete(work: Path, written: Mapping[str, int] | None = None) -> Path:
     inside = sorted(work.rglob("*"))
     files = [path for path in inside if path.is_file()]
     sizes = {str(path.relative_to(work)): path.stat().st_size for path in files} | dict(written or {})
-    text = json.dumps({"files": {name: {"bytes": size} for name, size in sorted(sizes.items())}}, indent=2)
-    for path in files:
-        _sync(path)
     manifest = work / MANIFEST_FILE
-    manifest.write_text(text)
+    for path in files:
+        sync_path(path)
+    manifest.write_text(json.dumps({"files": {name: {"bytes": sizes[name]} for name in sorted(sizes)}}, indent=2))
     for path in (manifest, *(path for path in inside if path.is_dir()), work):
-        _sync(path)
+        sync_path(path)
     return _give_name(work)
 
 
 def set_newer_aside(output: Path, update: int) -> list[Path]:
-    """Rename the checkpoints after ``update``: a run that goes on from there makes its own, and must not mix with them.
-
-    Returns:
-        their new paths.
+    """Rename the checkpoints after ``update``, from which a run goes on; returns their new paths.
 
     Raises:
         CheckpointError: one cannot be renamed.
     """
-    newer = [folder for folder in all_checkpoints(output) if update_of(folder) > update]
     try:
-        return [_rename_aside(folder, "abandoned") for folder in newer]
+        return [_rename_aside(f, "abandoned") for f in all_checkpoints(output) if _update_of(f) > update]
     except OSError as error:
         raise CheckpointError(
             f"{error.filename}: checkpoints after update {update}, which this run goes on from, have to be renamed and "
@@ -272,7 +244,7 @@ def set_newer_aside(output: Path, update: int) -> list[Path]:
 
 
 def set_aside(output: Path) -> Path | None:
-    """Rename what an earlier run into this folder left, so that a new beginning does not mix with it.
+    """Rename the training checkpoints of an earlier run, if any; returns the folder's new path.
 
     Raises:
         CheckpointError: it cannot be renamed.
@@ -293,37 +265,38 @@ def retain(output: Path, written: Path, *, last: int, best: int) -> list[str]:
     Damaged checkpoints do not count towards either. Unreadable ones stay and do not count.
 
     Args:
-        written: the one just completed; it stays, and later updates are not touched.
+        written: the checkpoint just completed; it stays, and later updates are not touched.
 
     Returns:
-        one line for each that should go and cannot be deleted, or cannot be read.
+        a line for each checkpoint that cannot be deleted or read.
     """
     records = {written: read_record(written)}
-    doomed: list[Path] = []
-    problems: list[str] = []
+    damaged: list[Path] = []
+    stuck: list[str] = []
     for folder in all_checkpoints(output):
-        if update_of(folder) < update_of(written):
+        if _update_of(folder) < _update_of(written):
             try:
                 records[folder] = check_sizes(folder)
             except UnreadableCheckpointError as error:
-                problems.append(f"{folder} stays: {error}")
+                stuck.append(f"{folder} stays: {error}")
             except CheckpointError:
-                doomed.append(folder)
+                damaged.append(folder)
     scored = sorted(((r.score, r.update, f) for f, r in records.items() if r.score is not None), reverse=True)
     kept = {*list(records)[:last], *(folder for _, _, folder in scored[:best])}
-    for folder in (*doomed, *records):
+    for folder in (*damaged, *records):
         if folder not in kept:
             going = folder.with_suffix(_DELETED)  # a crash half-way leaves no folder that looks complete
             try:
                 os.rename(folder, going)
                 shutil.rmtree(going)
             except OSError as error:
-                problems.append(f"{folder} should go and cannot be deleted: {error.strerror}")
-    return problems
+                stuck.append(f"{folder} should go and cannot be deleted: {error.strerror}")
+    return stuck
 
 
-def unwritable(folder: Path, reason: str) -> CheckpointError:
-    """The error of a checkpoint that could not be written."""
+def unwritable(folder: Path, error: Exception) -> CheckpointError:
+    """Make the error of a checkpoint that could not be written."""
+    reason = getattr(error, "strerror", None) or error
     return CheckpointError(
         f"checkpoint {folder} could not be written ({reason}); free space or set output to another folder. Earlier "
         "checkpoints are untouched: the same command goes on from the newest one"
@@ -342,13 +315,14 @@ def _matching(output: Path, suffix: str) -> list[Path]:
 
 
 def _name_if_complete(work: Path, say: Callable[[str], None]) -> bool:
+    """Name what a killed run completed; False where it did not."""
     try:
         check_sizes(work)
-    except UnreadableCheckpointError:
-        raise
+        say(f"named {_give_name(work)}, which an earlier run was killed before naming")
+    except (UnreadableCheckpointError, OSError) as error:
+        say(f"left {work} alone: {error}")
     except CheckpointError:
         return False
-    say(f"named {_give_name(work)}, which an earlier run was killed before naming")
     return True
 
 
@@ -362,7 +336,7 @@ def _give_name(work: Path) -> Path:
     except FileNotFoundError:
         if not final.exists():  # else another start of the run has named it meanwhile
             raise
-    _sync(final.parent)
+    sync_path(final.parent)
     return final
 
 
@@ -373,27 +347,3 @@ def _rename_aside(folder: Path, why: str) -> Path:
         number += 1
     os.rename(folder, target)
     return target
-
-
-def _sync(path: Path) -> None:
-    """Bring a file, or a folder's names where its file system can, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if not (path.is_dir() and error.errno in _NO_FOLDER_SYNC):
-            raise
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _explained(name: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _NOT_THERE:
-            raise CheckpointError(f"{name} is missing") from error
-        raise UnreadableCheckpointError(
-            f"{name} cannot be read now ({error.strerror}), which is no sign of damage: mend the access to it"
-        ) from error

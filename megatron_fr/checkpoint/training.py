@@ -1,8 +1,4 @@
-"""Training checkpoints of one run: when one is complete, how long it is kept, and going on from it.
-
-A checkpoint is written beside the training: :meth:`TrainingCheckpoints.begin` copies the state, and
-:meth:`TrainingCheckpoints.poll`, called between updates, gives the folder its final name once every rank has written.
-"""
+"""Training checkpoints of one run: :class:`TrainingCheckpoints` writes them, keeps some, and goes on from one."""
 
 from __future__ import annotations
 
@@ -26,8 +22,11 @@ from megatron_fr.runtime.collectives import from_rank_zero
 class TrainingCheckpoints:
     """One per rank; every method is a collective.
 
+    :meth:`begin` copies the state, which is written while training goes on. :meth:`finish`, called between updates,
+    gives the folder its final name once every rank has written.
+
     Args:
-        rollout_state: asked on rank 0 for the rollout service's part, between a commit and the next lease.
+        rollout_state: gives the rollout service's state; called on rank 0, between a commit and the next lease.
 
     Raises:
         CheckpointError: another run writes to ``output``, or it cannot be written.
@@ -39,25 +38,25 @@ class TrainingCheckpoints:
         self._rollout_state = rollout_state
         self._writer = io.BackgroundWriter()
         self._fixed = _fixed(config, policy)
-        self._work: Path | None = None
-        self._record: RunRecord | None = None
+        self._pending: tuple[Path, RunRecord] | None = None
+        self._newest: Path | None = None
         self._saved_update = -1
-        self._lock: Any = None  # on rank 0, for the life of this object
+        self._lock: Any = None  # on rank 0
         from_rank_zero(self._own_output)
 
     def load(self, folder: Path) -> RunRecord:
-        """Bring model, optimizer, schedule and random states to where ``folder`` was saved, in whatever layout.
+        """Load model, optimizer, schedule and random states, saved in any layout, from ``folder``.
 
         Raises:
-            CheckpointError: it is damaged, or of a run with another model or batch size.
+            CheckpointError: a tensor is damaged, or the folder is of a run with another model or batch size.
         """
-        record = from_rank_zero(lambda: self._usable(folder))
+        record = from_rank_zero(lambda: self._record_of(folder))
         io.read(folder, self._policy, record.trainer)
-        self._saved_update = record.update
+        self._newest, self._saved_update = folder, record.update
         return record
 
     def set_newer_aside(self) -> None:
-        """Rename checkpoints of later updates than the loaded one: they are of another continuation than this run's.
+        """Rename checkpoints of later updates than the loaded one, which this run does not continue.
 
         Raises:
             CheckpointError: one cannot be renamed.
@@ -68,53 +67,44 @@ class TrainingCheckpoints:
                 print(f"going on from update {update}: the later checkpoint there was is now {folder}", flush=True)
 
     def begin(self, *, update: int, version: int, score: float | None) -> None:
-        """Copy the state and start writing; waits for the one before. Does nothing where this update is saved already.
+        """Copy the state and start writing, after the checkpoint before; does nothing where this update is saved.
 
         Raises:
-            CheckpointError: the folder cannot be written, or the one before could not. Earlier ones stay as they are.
+            CheckpointError: this checkpoint or the one before could not be written. Earlier ones stay as they are.
         """
         self.finish()
         if update == self._saved_update:
             return
-        self._work = work = from_rank_zero(lambda: self._prepare(update))
-        self._record = RunRecord(update, version, score, self._fixed, self._writer.begin(work, self._policy))
-        self._saved_update = update
+        work = from_rank_zero(lambda: self._prepare(update))
+        record = RunRecord(update, version, score, self._fixed, self._writer.begin(work, self._policy))
+        self._pending = work, record
 
-    def poll(self) -> None:
-        """Complete the checkpoint that is being written, if all ranks are through with it.
+    def finish(self, *, wait: bool = True) -> Path | None:
+        """Complete the pending checkpoint; without ``wait`` only if all ranks have written it.
 
-        Raises:
-            CheckpointError: it could not be written.
-        """
-        self._complete(wait=False)
-
-    def finish(self) -> Path | None:
-        """Wait for the checkpoint that is being written; the newest complete folder of this process, if any.
+        Returns:
+            the newest complete folder of this object, if any.
 
         Raises:
             CheckpointError: it could not be written.
         """
-        self._complete(wait=True)
-        return store.folder_of(self._config.output, self._saved_update) if self._saved_update >= 0 else None
+        if self._pending is not None:
+            work, record = self._pending
+            try:
+                sizes = self._writer.finished(wait=wait)
+            except CheckpointError as error:
+                self._pending = None
+                raise _discard(work, error) from error
+            if sizes is not None:
+                self._pending = None
+                self._newest = from_rank_zero(lambda: self._name(work, record, sizes))
+                self._saved_update = record.update
+        return self._newest
 
     def close(self) -> None:
-        """Let another run write to ``output``."""
+        """Release the lock on ``output``."""
         if self._lock is not None:
             self._lock.close()
-
-    def _complete(self, *, wait: bool) -> None:
-        if (work := self._work) is None:
-            return
-        try:
-            if (sizes := self._writer.finished(wait=wait)) is None:
-                return
-        except CheckpointError as error:
-            self._work = None
-            if dist.get_rank() == 0:
-                shutil.rmtree(work, ignore_errors=True)
-            raise store.unwritable(work.with_suffix(""), str(error)) from error
-        self._work = None
-        from_rank_zero(lambda: self._name(work, sizes))
 
     def _own_output(self) -> None:
         self._lock = store.lock_output(self._config.output)
@@ -122,7 +112,6 @@ class TrainingCheckpoints:
             store.remove_unfinished(self._config.output, lambda line: print(line, flush=True))
 
     def _prepare(self, update: int) -> Path:
-        work = store.folder_of(self._config.output, update)
         try:
             work = store.work_folder(self._config.output, update)
             (work / store.ROLLOUT_FILE).write_bytes(self._rollout_state())
@@ -130,51 +119,45 @@ class TrainingCheckpoints:
             (work / store.HF_FILES).mkdir()
             copy_other_files(self._policy.source, work / store.HF_FILES)
         except (OSError, ModelError) as error:
-            shutil.rmtree(work.with_suffix(".tmp"), ignore_errors=True)
-            raise store.unwritable(work.with_suffix(""), getattr(error, "strerror", None) or str(error)) from error
+            raise _discard(store.folder_of(self._config.output, update), error) from error
         return work
 
-    def _name(self, work: Path, sizes: Mapping[str, int]) -> None:
-        assert self._record is not None
+    def _name(self, work: Path, record: RunRecord, sizes: Mapping[str, int]) -> Path:
         keep = self._config.checkpoint
         try:
-            self._record.write(work)
+            record.write(work)
             final = store.complete(work, sizes)
         except OSError as error:
-            shutil.rmtree(work, ignore_errors=True)
-            raise store.unwritable(work.with_suffix(""), str(error.strerror)) from error
-        for problem in store.retain(self._config.output, final, last=keep.keep_last, best=keep.keep_best):
-            print(f"checkpoint {final} is complete; older one {problem}", flush=True)
+            raise _discard(work, error) from error
+        for line in store.retain(self._config.output, final, last=keep.keep_last, best=keep.keep_best):
+            print(f"checkpoint {final} is complete; older one {line}", flush=True)
+        return final
 
-    def _usable(self, folder: Path) -> RunRecord:
-        try:
-            record = store.check_sizes(folder)
-        except CheckpointError as error:
-            raise type(error)(f"checkpoint {folder}: {error}; go on from another one") from error
-        check_fixed(folder, record.fixed, self._fixed)
+    def _record_of(self, folder: Path) -> RunRecord:
+        """Refuse another model, batch size and the like; what an older version did not save is not compared."""
+        record = store.read_record(folder)
+        changes = [
+            f"{name}: {record.fixed[name]!r} then, {value!r} now"
+            for name, value in self._fixed.items()
+            if record.fixed.get(name, value) != value
+        ]
+        if changes:
+            raise CheckpointError(
+                f"checkpoint {folder} is of another run ({'; '.join(changes)}); undo the change, choose another output "
+                "folder, or start anew with checkpoint.resume=never"
+            )
         return record
 
 
-def check_fixed(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to go on with another model, batch size and the like; what an older version did not save is not compared.
-
-    Raises:
-        CheckpointError: names each field with both values.
-    """
-    changed = [
-        f"{name}: {saved[name]!r} then, {value!r} now"
-        for name, value in now.items()
-        if name in saved and saved[name] != value
-    ]
-    if changed:
-        raise CheckpointError(
-            f"checkpoint {folder} is of another run ({'; '.join(changed)}); undo the change, choose another output "
-            "folder, or start anew with checkpoint.resume=never"
-        )
+def _discard(folder: Path, error: Exception) -> CheckpointError:
+    """Delete the unfinished folder of a checkpoint; returns the error to raise."""
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder.with_suffix(".tmp"), ignore_errors=True)
+    return store.unwritable(folder.with_suffix(""), error)
 
 
 def _fixed(config: RunConfig, policy: Trained) -> dict[str, Any]:
-    """What must not change: the tensors' shapes and meaning, what the tokens are, and what the counters count."""
+    """Settings that decide the tensors' shapes and meaning, the tokens, and what the counters count."""
     tokenizer = policy.source / "tokenizer.json"
     return {
         **{f"model.{name}": value for name, value in policy.spec.identity().items()},
@@ -183,6 +166,5 @@ def _fixed(config: RunConfig, policy: Trained) -> dict[str, Any]:
         "algorithm.name": config.algorithm.name,
         "algorithm.group_size": config.algorithm.group_size,
         "train.batch_size": config.train.batch_size,
-        # Trajectories that wait were sampled at it.
-        "rollout.temperature": config.rollout.temperature,
+        "rollout.temperature": config.rollout.temperature,  # waiting trajectories were sampled at it
     }

@@ -5,29 +5,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from megatron_fr.config import sections
 from megatron_fr.config.read_yaml import parse_yaml, read_yaml, write_yaml
-from megatron_fr.config.sections import (
-    AgentConfig,
-    AlgorithmConfig,
-    CheckpointConfig,
-    DataConfig,
-    EvaluationConfig,
-    EvaluationSet,
-    FlashReinforceConfig,
-    GRPOConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RewardConfig,
-    RolloutConfig,
-    Section,
-    SyncConfig,
-    TrainConfig,
-)
 from megatron_fr.errors import ConfigError
 
 #: Old field names that are refused with the new one.
@@ -43,41 +26,38 @@ RENAMED = {
 }
 
 
-class RunConfig(Section):
+class RunConfig(sections.Section):
     """Everything one run needs; see the sections for their fields."""
 
     seed: int = Field(0, ge=0, description="seed of prompt order, sampling and initialisation")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs if there are any")
     output: Path = Field(Path("runs/default"), description="folder of metrics, logs, checkpoints and the picture")
-    model: ModelConfig
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
-    algorithm: AlgorithmConfig = Field(default_factory=FlashReinforceConfig)
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
-    train: TrainConfig
-    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
-    agent: AgentConfig = Field(default_factory=AgentConfig)
-    reward: RewardConfig = Field(default_factory=RewardConfig)
-    data: DataConfig
-    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
-    sync: SyncConfig = Field(default_factory=SyncConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    model: sections.ModelConfig
+    parallel: sections.ParallelConfig = sections.ParallelConfig()
+    algorithm: sections.AlgorithmConfig = sections.FlashReinforceConfig()
+    optimizer: sections.OptimizerConfig = sections.OptimizerConfig()
+    train: sections.TrainConfig
+    rollout: sections.RolloutConfig = sections.RolloutConfig()
+    agent: sections.AgentConfig = sections.AgentConfig()
+    reward: sections.RewardConfig = sections.RewardConfig()
+    data: sections.DataConfig
+    evaluation: sections.EvaluationConfig = sections.EvaluationConfig()
+    sync: sections.SyncConfig = sections.SyncConfig()
+    checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
 
     @model_validator(mode="after")
-    def _consistent(self) -> RunConfig:
-        group = self.algorithm.group_size
+    def _consistent(self) -> Self:
+        batch, group, sync = f"train.batch_size={self.train.batch_size}", self.algorithm.group_size, self.sync
         if self.train.batch_size % group:
-            raise ValueError(
-                f"train.batch_size={self.train.batch_size} is not a multiple of algorithm.group_size={group}; "
-                "change one of them"
-            )
+            raise ValueError(f"{batch} is not a multiple of algorithm.group_size={group}; change one of them")
         if self.train.batch_size < self.parallel.dp:
             raise ValueError(
-                f"train.batch_size={self.train.batch_size} gives some of the {self.parallel.dp} data-parallel ranks "
-                "no trajectory; raise it or use fewer ranks"
+                f"{batch} gives some of the {self.parallel.dp} data-parallel ranks no trajectory; "
+                "raise it or use fewer ranks"
             )
-        if self.sync.probe_tokens >= self.rollout.max_context:
+        if sync.probe_tokens >= self.rollout.max_context:
             raise ValueError(
-                f"sync.probe_tokens={self.sync.probe_tokens} leaves no room for a prompt in "
+                f"sync.probe_tokens={sync.probe_tokens} leaves no room for a prompt in "
                 f"rollout.max_context={self.rollout.max_context}; lower the first or raise the second"
             )
         if self.reward.function is None and ":" not in self.agent.kind:
@@ -104,12 +84,11 @@ class RunConfig(Section):
         return self
 
     @property
-    def evaluation_sets(self) -> dict[str, EvaluationSet]:
+    def evaluation_sets(self) -> dict[str, sections.EvaluationSet]:
         """Held-out sets by name, every field filled in; ``data.eval`` is the one without a name, ``""``."""
-        common, eval_data = self.evaluation, self.data.eval
-        sets = common.sets
-        if eval_data is not None:
-            sets = {"": EvaluationSet.model_validate({"data": eval_data, "split": self.data.eval_split})}
+        common, sets = self.evaluation, self.evaluation.sets
+        if self.data.eval is not None:
+            sets = {"": sections.EvaluationSet(data=self.data.eval, split=self.data.eval_split)}
         temperature = self.rollout.temperature if common.temperature is None else common.temperature
         defaults = {"num_prompts": common.num_prompts, "samples": common.samples, "temperature": temperature}
         return {
@@ -120,15 +99,14 @@ class RunConfig(Section):
     @property
     def max_policy_lag(self) -> int:
         """The bound that holds: GRPO is synchronous, whatever the recipe allows FlashREINFORCE."""
-        return 0 if isinstance(self.algorithm, GRPOConfig) else self.rollout.max_policy_lag
+        return 0 if isinstance(self.algorithm, sections.GRPOConfig) else self.rollout.max_policy_lag
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read ``path`` and apply ``section.field=value`` overrides, whose values are YAML.
 
     Raises:
-        ConfigError: the file is missing or no YAML mapping, an override is malformed, or a field is unknown,
-            out of range or contradictory. All problems are listed at once.
+        ConfigError: the file, an override or a field is wrong; names all such fields at once.
     """
     values = read_yaml(path)
     if not isinstance(values, dict):
@@ -150,34 +128,35 @@ def _apply(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"override {override!r}: expected section.field=value")
-    *sections, leaf = key.strip().lstrip("-").split(".")
+    *parents, leaf = key.strip().lstrip("-").split(".")
     node = values
-    for i, name in enumerate(sections):
+    for i, name in enumerate(parents):
         child = node.setdefault(name, {})
         if isinstance(child, str) and name == "algorithm":  # "algorithm: grpo" then "algorithm.group_size=4"
             child = node[name] = {"name": child}
         if not isinstance(child, dict):
-            raise ConfigError(f"override {override!r}: {'.'.join(sections[: i + 1])} is a value, not a section")
+            raise ConfigError(f"override {override!r}: {'.'.join(parents[: i + 1])} is a value, not a section")
         node = child
     node[leaf] = parse_yaml(text, f"override {override!r}: the value")
 
 
 def _explain(error: Any) -> str:
+    """One line for one error of pydantic."""
     location = [str(part) for part in error["loc"] if part not in ("flash_reinforce", "grpo", "own_loss")]
-    name = ".".join(location)
-    if error["type"] == "extra_forbidden" and name in RENAMED:
-        return f"  {name}={error['input']!r}: renamed; write {RENAMED[name]}"
-    if error["type"] == "extra_forbidden":
-        known = _fields_at(location[:-1])
-        close = difflib.get_close_matches(location[-1], known, n=1)
-        remedy = f"did you mean {close[0]!r}?" if close else f"known fields: {', '.join(sorted(known))}"
-        return f"  {name}={error['input']!r}: unknown field; {remedy}"
-    if error["type"] == "missing":
-        return f"  {name}: required, and not given"
-    message = error["msg"].removeprefix("Value error, ")
+    name, message = ".".join(location), error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
         return f"  {message}"
-    return f"  {name}={error['input']!r}: {message[0].lower()}{message[1:]}"
+    if error["type"] == "missing":
+        return f"  {name}: required, and not given"
+    value = f"  {name}={error['input']!r}"
+    if error["type"] != "extra_forbidden":
+        return f"{value}: {message[0].lower()}{message[1:]}"
+    if name in RENAMED:
+        return f"{value}: renamed; write {RENAMED[name]}"
+    known = _fields_at(location[:-1])
+    close = difflib.get_close_matches(location[-1], known, n=1)
+    remedy = f"did you mean {close[0]!r}?" if close else f"known fields: {', '.join(known)}"
+    return f"{value}: unknown field; {remedy}"
 
 
 def _fields_at(location: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a run reads, as far as a look at the file system tells whether it is there. Imports nothing slow."""
+"""Whether what a run reads can be there, by a look at the file system. Imports nothing slow."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ PROMPT_FORMATS = (".jsonl", ".parquet")
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Check the model and the prompts of a run, before anything slow starts.
+    """Check the model and the prompts of a run.
 
     Raises:
-        ModelError: see :func:`check_model_path`; or ``model.weights`` is no checkpoint.
-        ConfigError: see :func:`check_prompt_source`.
+        ModelError: ``model.path`` or ``model.weights`` cannot be used.
+        ConfigError: the prompts cannot be used.
     """
     check_model_path(config.model.path)
     if (weights := config.model.weights) is not None and not (weights / ".metadata").is_file():
@@ -27,23 +27,14 @@ def check_inputs(config: RunConfig) -> None:
 
 
 def check_model_path(path: str | Path) -> None:
-    """Accept a folder, and what can be the name of a model on a hub.
-
-    Raises:
-        ModelError: it is neither.
-    """
-    if Path(path).is_dir():
-        return
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) is None or str(path).startswith("."):
+    """Raise ModelError unless ``path`` is a folder or can be the name of a model on a hub."""
+    named = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) is not None and not str(path).startswith(".")
+    if not named and not Path(path).is_dir():
         raise ModelError(f"model.path={str(path)!r} is not a folder; give a Hugging Face folder or a hub name")
 
 
 def check_prompt_source(source: str | Path) -> None:
-    """Accept a file in one of :data:`PROMPT_FORMATS`, and what can be a folder or name for the ``datasets`` package.
-
-    Raises:
-        ConfigError: a file that does not exist, or in another format.
-    """
+    """Raise ConfigError for a missing file, or one in no :data:`PROMPT_FORMATS`; other text may name a hub dataset."""
     path = Path(source)
     if path.suffix in PROMPT_FORMATS:
         if not path.is_file():

@@ -1,7 +1,6 @@
-"""YAML as people expect it: ``true`` and ``false`` are the only truth values, and no key stands twice.
+"""YAML with the scalars of YAML 1.2's core schema, and no key twice.
 
-PyYAML follows YAML 1.1, which reads ``off`` as false, ``1:30`` as 90, ``010`` as 8 and ``1e-6`` as text. This module
-reads scalars by YAML 1.2's core schema.
+PyYAML follows YAML 1.1, which reads ``off`` as false, ``1:30`` as 90, ``010`` as 8 and ``1e-6`` as text.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_int)
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """The value of one YAML document.
+    """The value of one YAML document; an error is one line that begins with ``name``.
 
     Raises:
-        ConfigError: ``text`` is not valid YAML, or a mapping has a key twice; one line that begins with ``name``.
+        ConfigError: ``text`` is not valid YAML, or a mapping has a key twice.
     """
     try:
         return yaml.load(text, _Loader)
@@ -65,20 +64,14 @@ def parse_yaml(text: str, name: str) -> Any:
 
 
 def read_yaml(path: str | Path) -> Any:
-    """The value in a UTF-8 file, whatever the locale is.
-
-    Raises:
-        ConfigError: the file cannot be read, is not UTF-8 or not valid YAML.
-    """
+    """The value in a UTF-8 file, whatever the locale is; ConfigError where it is none."""
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"configuration {path}: {error.strerror}; give the path of a YAML file") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"configuration {path} is not UTF-8 text (byte {error.start} is 0x{error.object[error.start]:02x}); "
-            "save it as UTF-8"
-        ) from error
+        where = f"byte {error.start} is 0x{error.object[error.start]:02x}"
+        raise ConfigError(f"configuration {path} is not UTF-8 text ({where}); save it as UTF-8") from error
     return parse_yaml(text, f"configuration {path}")
 
 

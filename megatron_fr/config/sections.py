@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
@@ -28,14 +28,12 @@ class ModelConfig(Section):
     """The policy to train."""
 
     path: str = Field(description="Hugging Face folder or hub name of the model to train")
-    weights: Path | None = Field(
-        None, description="Megatron checkpoint to start from in place of path's weights; path stays the model's folder"
-    )
+    weights: Path | None = Field(None, description="Megatron checkpoint whose weights replace path's")
     dtype: Literal["float32", "bfloat16"] = Field(
-        "bfloat16", description="dtype of parameters and activations, also in the engines"
+        "bfloat16", description="dtype of parameters and activations, and in engines"
     )
     transformer_impl: Literal["auto", "te", "local"] = Field(
-        "auto", description="layers: Transformer Engine's (te), Megatron's own (local); auto is te on GPUs"
+        "auto", description="layers of Transformer Engine (te) or Megatron (local); auto is te on GPUs"
     )
 
 
@@ -49,27 +47,24 @@ class ParallelConfig(Section):
     pp: int = Field(1, ge=1, description="number of pipeline stages; 1 turns the pipeline off")
     vpp: int = Field(1, ge=1, description="model chunks on each pipeline rank; above 1 the schedule interleaves them")
     cp: int = Field(1, ge=1, description="context-parallel size: ranks that share the tokens of one sequence")
-    sequence_parallel: bool | None = Field(
-        None, description="shard activations between TP layers; null: on for experts with TP"
-    )
+    sequence_parallel: bool | None = Field(None, description="shard activations over TP; null: for experts only")
     distributed_optimizer: bool = Field(True, description="shard optimizer state over data-parallel ranks")
 
     @model_validator(mode="after")
-    def _fits(self) -> ParallelConfig:
-        dense = self.tp * self.pp * self.cp
-        if self.world_size % dense:
-            raise ValueError(
-                f"parallel.world_size={self.world_size} is not a multiple of tp x pp x cp = {dense}; change one of them"
-            )
+    def _fits(self) -> Self:
+        for sizes, product in (
+            ("tp x pp x cp", self.tp * self.pp * self.cp),
+            ("ep x etp x pp", self.ep * self.etp * self.pp),
+        ):
+            if self.world_size % product:
+                raise ValueError(
+                    f"parallel.world_size={self.world_size} is not a multiple of {sizes} = {product}; "
+                    "change one of them"
+                )
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(
-                f"parallel.vpp={self.vpp} with parallel.pp=1: there is no pipeline to "
-                "interleave; set it to 1, or raise parallel.pp"
-            )
-        moe = self.ep * self.etp * self.pp
-        if self.world_size % moe:
-            raise ValueError(
-                f"parallel.world_size={self.world_size} is not a multiple of ep x etp x pp = {moe}; change one of them"
+                f"parallel.vpp={self.vpp} with parallel.pp=1: there is no pipeline to interleave; "
+                "set it to 1, or raise parallel.pp"
             )
         return self
 
@@ -80,37 +75,37 @@ class ParallelConfig(Section):
 
 
 _ADVANTAGES = ("batch_mean", "leave_one_out", "group", "positive_only", "none")
-_ADVANTAGE = f"advantage of a trajectory: {', '.join(_ADVANTAGES)}, or module:function"
-_GROUP_SIZE = "rollouts of each prompt; above 1 only with advantage=group or an advantage of your own"
 
 
-def _known_advantage(value: str) -> str:
-    if value not in _ADVANTAGES and ":" not in value:
-        raise ValueError(
-            f"algorithm.advantage={value!r} is unknown; choose one of {', '.join(_ADVANTAGES)}, or give module:function"
-        )
-    return value
+class AdvantageSection(Section):
+    """How trajectories are compared: the fields that FlashREINFORCE and a loss of your own share."""
+
+    advantage: str = Field("batch_mean", description=f"{', '.join(_ADVANTAGES)}, or module:function")
+    group_size: int = Field(1, ge=1, description="rollouts of each prompt; above 1 with group or a module:function")
+
+    @model_validator(mode="after")
+    def _check_advantage(self) -> Self:
+        if ":" in self.advantage:
+            return self
+        if self.advantage not in _ADVANTAGES:
+            raise ValueError(
+                f"algorithm.advantage={self.advantage!r} is unknown; choose one of {', '.join(_ADVANTAGES)}, or give "
+                "module:function"
+            )
+        if (self.advantage == "group") != (self.group_size > 1):
+            raise ValueError(
+                f"algorithm.advantage={self.advantage!r} with algorithm.group_size={self.group_size}: groups need "
+                "advantage=group and group_size of 2 or more, every other built-in advantage needs group_size=1"
+            )
+        return self
 
 
-Advantage = Annotated[str, AfterValidator(_known_advantage)]
-
-
-def _check_groups(advantage: str, group_size: int) -> None:
-    if ":" not in advantage and (advantage == "group") != (group_size > 1):
-        raise ValueError(
-            f"algorithm.advantage={advantage!r} with algorithm.group_size={group_size}: "
-            "groups need advantage=group and group_size of 2 or more, every other built-in advantage needs group_size=1"
-        )
-
-
-class FlashReinforceConfig(Section):
+class FlashReinforceConfig(AdvantageSection):
     """FlashREINFORCE and its ablations; the defaults are the published method."""
 
     name: Literal["flash_reinforce"] = "flash_reinforce"
-    advantage: Advantage = Field("batch_mean", description=_ADVANTAGE)
     reduction: Literal["sample_mean", "token_mean"] = Field(
-        "sample_mean",
-        description="average over a trajectory's tokens first (verl's seq-mean-token-mean), or all tokens",
+        "sample_mean", description="mean of trajectory means (verl's seq-mean-token-mean), or mean of all tokens"
     )
     admission: Literal["sequence", "token", "off"] = Field(
         "sequence", description="what the trust region rejects: trajectories, tokens, or nothing"
@@ -118,19 +113,11 @@ class FlashReinforceConfig(Section):
     importance: Literal["token", "truncated", "off"] = Field(
         "token", description="importance ratio of each token: exact, capped at truncation, or 1 (off)"
     )
-    delta: float = Field(
-        1e-3, ge=0, description="trust-region threshold on the Bernoulli KL, in nats; 0 admits no divergence"
-    )
+    delta: float = Field(1e-3, ge=0, description="trust-region threshold on the Bernoulli KL, in nats")
     truncation: float = Field(2.0, gt=0, description="largest importance ratio; used with importance=truncated only")
     failure_token_quantile: float = Field(
         1.0, gt=0, le=1, description="share of a failure's tokens, highest entropy first, that keep their loss"
     )
-    group_size: int = Field(1, ge=1, description=_GROUP_SIZE)
-
-    @model_validator(mode="after")
-    def _consistent(self) -> FlashReinforceConfig:
-        _check_groups(self.advantage, self.group_size)
-        return self
 
 
 class GRPOConfig(Section):
@@ -142,19 +129,12 @@ class GRPOConfig(Section):
     clip_high: float = Field(0.2, gt=0, description="PPO clip: the largest ratio is 1 + clip_high")
 
 
-class OwnLossConfig(Section):
+class OwnLossConfig(AdvantageSection):
     """A loss of your own; `algorithm.loss` chooses it."""
 
     name: Literal["own_loss"] = "own_loss"
     loss: str = Field(description="loss function, module:function")
-    loss_args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for the loss function")
-    advantage: Advantage = Field("batch_mean", description=_ADVANTAGE)
-    group_size: int = Field(1, ge=1, description=_GROUP_SIZE)
-
-    @model_validator(mode="after")
-    def _consistent(self) -> OwnLossConfig:
-        _check_groups(self.advantage, self.group_size)
-        return self
+    loss_args: dict[str, Any] = Field({}, description="keyword arguments for the loss function")
 
 
 def _named(value: Any) -> Any:
@@ -195,29 +175,19 @@ class TrainConfig(Section):
         None, ge=1, description="tokens in one packed forward, without padding; null: micro_batch_size counts"
     )
     routing_replay: Literal["off", "rollout", "record"] = Field(
-        "rollout",
-        description="replay the engine's experts (rollout, R3), or the trainer's own in recomputation (record)",
+        "rollout", description="replay the engine's experts (rollout, R3), or the trainer's in recomputation (record)"
     )
     replay_check_every: int = Field(
-        0,
-        ge=0,
-        description="updates between forwards that measure what replay changes, a third of an update's compute; 0: "
-        "none",
+        0, ge=0, description="updates between forwards that measure what replay changes (a third of an update); 0: none"
     )
-    moe_aux_loss_coeff: float = Field(
-        0.0,
-        ge=0,
-        description="weight of the experts' load-balancing loss in each micro-batch; 0, as published, turns it off",
-    )
+    moe_aux_loss_coeff: float = Field(0.0, ge=0, description="weight of the experts' load-balancing loss; 0: off")
     recompute: Literal["off", "selective", "full"] = Field(
         "off", description="activations recomputed in the backward: none, core attention's (selective), or all (full)"
     )
     logprob_mode: Literal["keep", "recompute"] = Field(
         "keep", description="keep logits for the backward, or make them twice with less memory (recompute)"
     )
-    logprob_chunk_tokens: int = Field(
-        1024, ge=1, description="tokens whose logits exist at a time with logprob_mode=recompute"
-    )
+    logprob_chunk_tokens: int = Field(1024, ge=1, description="tokens whose logits exist at a time; used by recompute")
     skip_without_signal: bool = Field(True, description="take no optimizer step on a batch whose rewards are all equal")
 
 
@@ -227,33 +197,23 @@ class RolloutConfig(Section):
     engines: int = Field(1, ge=1, description="number of SGLang servers")
     engine_tp: int = Field(1, ge=1, description="tensor-parallel size of each engine")
     engine_args: dict[str, str | int | float | bool] = Field(
-        default_factory=dict, description="more SGLang server arguments, named without leading dashes"
+        {}, description="more SGLang server arguments, without dashes"
     )
     host: str = Field("127.0.0.1", description="address that engines and rollout service listen on")
-    engine_port: int = Field(
-        0, ge=0, le=65535, description="port of the first engine, the next ones follow; 0 takes free ports"
-    )
+    engine_port: int = Field(0, ge=0, le=65535, description="port of the first engine, others follow; 0: free ports")
     start_timeout_s: float = Field(300, gt=0, description="seconds until an engine must be ready")
     request_timeout_s: float = Field(600, gt=0, description="seconds that one generation request may take")
     max_concurrent_trajectories: int = Field(64, ge=1, description="trajectories that run at the same time")
     max_context: int = Field(8192, ge=2, description="tokens of one trajectory, prompt and tool output included")
-    max_new_tokens: int = Field(
-        4096, ge=1, description="tokens that the policy may sample in one trajectory, over all turns"
-    )
-    temperature: float = Field(
-        1.0, gt=0, description="sampling temperature; the trainer divides its logits by the same number"
-    )
+    max_new_tokens: int = Field(4096, ge=1, description="tokens that the policy may sample in one trajectory")
+    temperature: float = Field(1.0, gt=0, description="of sampling; the trainer divides its logits by it")
     top_p: float = Field(1.0, description="must stay 1: importance ratios need the whole distribution")
     top_k: int = Field(-1, description="must stay -1: importance ratios need the whole distribution")
     min_p: float = Field(0.0, description="must stay 0: importance ratios need the whole distribution")
-    max_policy_lag: int = Field(
-        4,
-        ge=0,
-        description="updates between sampling and training, at most; older trajectories are dropped; 0 is synchronous",
-    )
+    max_policy_lag: int = Field(4, ge=0, description="updates from sampling to training; older ones are dropped")
 
     @model_validator(mode="after")
-    def _full_support(self) -> RolloutConfig:
+    def _full_support(self) -> Self:
         for name, value, off in (("top_p", self.top_p, 1.0), ("top_k", self.top_k, -1), ("min_p", self.min_p, 0.0)):
             if value != off:
                 raise ValueError(
@@ -273,41 +233,27 @@ class ToolLimits(Section):
 
     timeout_s: float = Field(10.0, gt=0, description="seconds that one tool call may take")
     memory_mb: int = Field(512, ge=16, description="address space of one tool call, in MiB")
-    output_chars: int = Field(
-        4096, ge=16, description="characters that the model sees; longer output is cut, with a note"
-    )
-    require_network_isolation: bool = Field(
-        True, description="refuse to start where tools cannot be cut off from the network"
-    )
+    output_chars: int = Field(4096, ge=16, description="characters that the model sees; the rest is cut, with a note")
+    require_network_isolation: bool = Field(True, description="refuse to start where tools can reach the network")
 
 
 class AgentConfig(Section):
     """What happens between a prompt and a reward."""
 
     kind: str = Field("python_tool", description="name of a built-in agent, or module:Class")
-    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for a class of your own")
+    args: dict[str, Any] = Field({}, description="keyword arguments for a class of your own")
     max_turns: int = Field(10, ge=1, description="assistant turns in one trajectory")
-    max_tokens_per_turn: int | None = Field(
-        None, ge=1, description="tokens sampled in one turn; null: no limit of its own"
-    )
-    system_prompt: str | None = Field(
-        None, description="system message of every conversation; null keeps the data's own"
-    )
+    max_tokens_per_turn: int | None = Field(None, ge=1, description="tokens sampled in one turn; null: no limit")
+    system_prompt: str | None = Field(None, description="system message of every conversation; null: the data's own")
     chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="variables for the chat template, for example {enable_thinking: false}"
+        {}, description="of the chat template, for example {enable_thinking: false}"
     )
     tool: ToolLimits = Field(default_factory=ToolLimits)
 
     @model_validator(mode="after")
-    def _free_names(self) -> AgentConfig:
-        taken = {
-            "conversation",
-            "messages",
-            "tools",
-            "add_generation_prompt",
-            "tokenize",
-        } & self.chat_template_kwargs.keys()
-        if taken:
+    def _free_names(self) -> Self:
+        own = {"conversation", "messages", "tools", "add_generation_prompt", "tokenize"}
+        if taken := own & self.chat_template_kwargs.keys():
             raise ValueError(
                 f"agent.chat_template_kwargs sets {', '.join(sorted(taken))}, which the agent itself sets; remove it"
             )
@@ -317,15 +263,9 @@ class AgentConfig(Section):
 class RewardConfig(Section):
     """The reward function."""
 
-    function: str | None = Field(
-        None, description="reward function, module:function; null: an agent of your own returns the reward"
-    )
-    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for the function")
-    timeout_s: float = Field(
-        10.0,
-        gt=0,
-        description="seconds that one call may take, in its own process; async: in the event loop",
-    )
+    function: str | None = Field(None, description="module:function; null: the agent returns the reward")
+    args: dict[str, Any] = Field({}, description="keyword arguments for the function")
+    timeout_s: float = Field(10.0, gt=0, description="seconds that one call may take")
     max_consecutive_errors: int = Field(8, ge=1, description="failing calls in a row that end the run")
 
 
@@ -355,16 +295,14 @@ class EvaluationConfig(Section):
     every: int = Field(0, ge=0, description="updates between evaluations; 0 evaluates at the start and the end only")
     num_prompts: int = Field(128, ge=1, description="number of prompts, taken from the beginning of each set")
     samples: int = Field(1, ge=1, description="trajectories of each prompt: the k of avg@k and pass@k")
-    temperature: float | None = Field(
-        None, ge=0, description="of sampling in evaluations; 0 is greedy, null takes rollout.temperature"
-    )
+    temperature: float | None = Field(None, ge=0, description="of sampling; 0: greedy, null: rollout.temperature")
     pass_threshold: float = Field(0.5, description="a trajectory passes with a reward above this value")
     sets: dict[str, EvaluationSet] = Field(
-        default_factory=dict, description="named sets in place of data.eval; the first one ranks checkpoints"
+        {}, description="named sets instead of data.eval; the first ranks checkpoints"
     )
 
     @model_validator(mode="after")
-    def _names(self) -> EvaluationConfig:
+    def _names(self) -> Self:
         for name in self.sets:
             if re.fullmatch(r"[\w.-]+", name) is None:
                 raise ValueError(f"evaluation.sets: {name!r} is no name; use letters, digits, '_', '-' and '.'")
@@ -376,28 +314,20 @@ class SyncConfig(Section):
 
     transport: str = Field(
         "broadcast",
-        description="broadcast: a process group with the engines; disk: a folder that they load; or module:Class",
+        description="broadcast (a process group with the engines), disk (a folder that they load), or module:Class",
     )
-    transport_args: dict[str, Any] = Field(default_factory=dict, description="options of a module:Class transport")
-    folder: Path | None = Field(
-        None, description="folder of the disk transport, this run's alone; None: weight_sync in output"
-    )
+    transport_args: dict[str, Any] = Field({}, description="options of a module:Class transport")
+    folder: Path | None = Field(None, description="folder of transport=disk, of this run alone; null: one in output")
     bucket_mb: int = Field(1024, ge=1, description="size of one broadcast, or of one file, in MiB")
     timeout_s: float = Field(300, gt=0, description="seconds that each collective and each request of a sync may take")
-    verify: bool = Field(
-        True,
-        description="the first sync pushes twice, with random weights between, and every engine must hold the same "
-        "after both; later the engines must agree; compared by checksums",
-    )
+    verify: bool = Field(True, description="compare checksums: of two pushes at first, later of the engines")
     probe_tokens: int = Field(16, ge=0, description="fresh tokens compared after each sync; 0 turns the probe off")
     max_probe_difference: float = Field(
-        0.1,
-        gt=0,
-        description="the run ends when two probes in a row are above this mean |log-probability difference|, in nats",
+        0.1, gt=0, description="mean |log-probability difference| in nats; two probes in a row above it end the run"
     )
 
     @model_validator(mode="after")
-    def _uses_all(self) -> SyncConfig:
+    def _uses_all(self) -> Self:
         own = ":" in self.transport
         if not own and self.transport not in ("broadcast", "disk"):
             raise ValueError(f"sync.transport={self.transport!r}: write broadcast, disk, or module:Class")
@@ -411,17 +341,9 @@ class SyncConfig(Section):
 class CheckpointConfig(Section):
     """Training checkpoints to resume from, and Hugging Face folders to use."""
 
-    every: int = Field(
-        20, ge=0, description="updates between training checkpoints; 0: only at the end and on interruption"
-    )
-    hf_every: int = Field(
-        0, ge=0, description="updates between Hugging Face folders; 0: only at the end and on interruption"
-    )
+    every: int = Field(20, ge=0, description="updates between training checkpoints; 0: only when the run ends")
+    hf_every: int = Field(0, ge=0, description="updates between Hugging Face folders; 0: only when the run ends")
     keep_last: int = Field(2, ge=1, description="number of newest undamaged training checkpoints to keep")
-    keep_best: int = Field(
-        0, ge=0, description="further training checkpoints to keep: those with the best held-out reward"
-    )
-    resume: Literal["auto", "never"] = Field(
-        "auto", description="auto: go on from the newest usable checkpoint in output; never: start anew"
-    )
+    keep_best: int = Field(0, ge=0, description="further ones to keep: those with the best held-out reward")
+    resume: Literal["auto", "never"] = Field("auto", description="auto goes on from the newest usable checkpoint")
     stop_grace_s: float = Field(300, gt=0, description="seconds to finish the update and save after an interruption")

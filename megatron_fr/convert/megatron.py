@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -135,11 +136,12 @@ def convert_hf_to_megatron(
             f"the weights take {needed / 1e9:.1f} GB in {dtype}, and one process has {free / 1e9:.1f} GB "
             "here; split them over ranks on several machines: start this tool with torchrun and give --tp, --ep or --pp"
         )
-    config = RunConfig.model_construct(
-        model=ModelConfig(path=str(source), dtype=dtype),
-        parallel=ParallelConfig() if ranks == 1 else parallel,
-        train=TrainConfig(num_updates=1, batch_size=1),
-    )
+    known: dict[str, Any] = {  # reward and data stay out: no run follows
+        "model": ModelConfig(path=str(source), dtype=dtype),
+        "parallel": ParallelConfig() if ranks == 1 else parallel,
+        "train": TrainConfig(num_updates=1, batch_size=1),
+    }
+    config = RunConfig.model_construct(**known)
     device = resolve_device("cpu")
     prepare_process(device)
     distributed.initialize(config.parallel, device, seed=0, info=info)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import psutil
 
 from megatron_fr.runtime.device import hide_gpu_packages
-
-if TYPE_CHECKING:
-    import torch
 
 #: The entry point's name, and the value of ``SGLANG_PLATFORM`` that selects it.
 PLATFORM_NAME = "megatron_fr_cpu"
@@ -50,19 +49,14 @@ def _fork_children(result: None, *_: Any, **__: Any) -> None:
     multiprocessing.set_start_method("fork", force=True)
 
 
-def _leave_unpinned(buffer: torch.Tensor, registration_granularity_bytes: int | None = None) -> None:
+def _leave_unpinned(buffer: Any, registration_granularity_bytes: int | None = None) -> None:
     """Do not pin: pinning only speeds up copies from a GPU."""
 
 
 def __getattr__(name: str) -> Any:
-    # Other users of this module must not import SGLang, which is slow.
-    if name == "CpuPlatform":
-        return _platform_class()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def _platform_class() -> type:
-    import psutil
+    """Define the class when SGLang asks for it: other users of this module must not import SGLang, which is slow."""
+    if name != "CpuPlatform":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 
     class CpuPlatform(SRTPlatform):

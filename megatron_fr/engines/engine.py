@@ -39,39 +39,26 @@ _LOG_LINES = 25
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One server: model, place and limits.
-
-    Attributes:
-        index: number of the engine in its fleet, which chooses its GPUs.
-        port: its port; 0 takes a free one.
-        tensor: its tensor-parallel size.
-        max_context: tokens of the longest sequence.
-        max_running: sequences that it generates at the same time.
-        args: more server arguments without leading dashes; they replace this project's defaults.
-    """
+    """One server: model, place and limits."""
 
     model_path: str
     log_path: Path
     device: Literal["cpu", "cuda"]
     dtype: Literal["float32", "bfloat16"]
     host: str = "127.0.0.1"
-    port: int = 0
-    index: int = 0
-    tensor: int = 1
-    max_context: int = 8192
-    max_running: int = 64
+    port: int = 0  #: 0 takes a free one
+    index: int = 0  #: number of the engine in its fleet, which chooses its GPUs
+    tensor: int = 1  #: tensor-parallel size
+    max_context: int = 8192  #: tokens of the longest sequence
+    max_running: int = 64  #: sequences generated at the same time
     return_routes: bool = True
     seed: int = 0
     start_timeout_s: float = 300.0
-    args: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    args: Mapping[str, str | int | float | bool] = field(default_factory=dict)  #: more server arguments
 
 
 def server_args(spec: EngineSpec, port: int, nccl_port: int) -> list[str]:
-    """Arguments of ``sglang.launch_server``.
-
-    Raises:
-        ConfigError: ``rollout.engine_args`` sets something that another field decides.
-    """
+    """Arguments of ``sglang.launch_server``; raises ConfigError where ``rollout.engine_args`` has a reserved one."""
     args: dict[str, str | int | float | bool] = {
         "model-path": spec.model_path,
         "device": spec.device,
@@ -93,7 +80,7 @@ def server_args(spec: EngineSpec, port: int, nccl_port: int) -> list[str]:
         # Without this limit the token pool takes memory that other processes of a small machine need.
         pool = min(max(16_384, spec.max_running * spec.max_context), max(65_536, 2 * spec.max_context))
         args |= {"attention-backend": "torch_native", "max-total-tokens": pool, "mem-fraction-static": 0.5}
-        args |= {"sleep-on-idle": True}  # otherwise an idle engine takes a whole core
+        args["sleep-on-idle"] = True  # otherwise an idle engine takes a whole core
     else:
         args |= {"base-gpu-id": spec.index * spec.tensor}
     for given, value in spec.args.items():
@@ -101,20 +88,17 @@ def server_args(spec: EngineSpec, port: int, nccl_port: int) -> list[str]:
         if name in _RESERVED:
             raise ConfigError(f"rollout.engine_args.{given}={value!r}: {_RESERVED[name]} decides this; remove it")
         args[name] = value
-    given_args = {name: value for name, value in args.items() if value is not False}
-    return [w for n, v in given_args.items() for w in ([f"--{n}"] if v is True else [f"--{n}", str(v)])]
+    return [w for n, v in args.items() if v is not False for w in ([f"--{n}"] if v is True else [f"--{n}", str(v)])]
 
 
-def environment(spec: EngineSpec) -> dict[str, str]:
-    """Environment of the server process."""
+def _environment(spec: EngineSpec) -> dict[str, str]:
     # The engine has a process group of its own, which the trainer's launcher must not configure.
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    env = {name: value for name, value in os.environ.items() if name not in launcher}
+    # Tools take seconds between turns: a connection that the engine closes meanwhile fails the next request.
+    env = {"SGLANG_TIMEOUT_KEEP_ALIVE": "600"} | {n: value for n, value in os.environ.items() if n not in launcher}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     # SGLang asks for this when a recipe uses more positions than the model's configuration names.
     env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
-    # Tools take seconds between turns: a connection that the engine closes meanwhile fails the next request.
-    env.setdefault("SGLANG_TIMEOUT_KEEP_ALIVE", "600")
     root = str(Path(__file__).resolve().parents[2])
     env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
     if spec.device == "cpu":
@@ -131,29 +115,24 @@ class Engine:
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
+        self.url = ""  #: base address, known once :meth:`start` has begun
         self._leases: list[PortLease] = []
         self._process: subprocess.Popen[bytes] | None = None
-        self._family: dict[int, psutil.Process] = {}
-
-    @property
-    def url(self) -> str:
-        """Base address, known once :meth:`start` has begun."""
-        if not self._leases:
-            raise EngineError(f"engine {self.spec.index} has no port: it was not started")
-        return f"http://{self.spec.host}:{self._leases[0].port}"
+        self._family: set[psutil.Process] = set()
 
     @property
     def pid(self) -> int | None:
-        """Process id of the server, or None while there is none."""
+        """Process id of the server, or None."""
         return self._process.pid if self._process else None
 
-    async def start(self) -> None:
-        """Start the server and wait until it answers.
+    async def start(self, *, after_s: float = 0.0) -> None:
+        """Start the server after ``after_s`` seconds and wait until it answers.
 
         Raises:
             EngineError: the port is taken, the server died, or it was not ready in time; nothing is left running.
             ConfigError: ``rollout.engine_args`` sets a reserved argument.
         """
+        await asyncio.sleep(after_s)
         try:
             self._launch()
             await self._wait_ready()
@@ -163,10 +142,13 @@ class Engine:
         self._note_family()
 
     def death(self) -> str | None:
-        """How the server ended (exit code or signal, last lines of its log), or None while it lives."""
+        """Why the server ended (exit code or signal, last lines of its log), or None while it lives."""
         if self._process is None or (code := self._process.poll()) is None:
             return None
-        return f"{_describe_exit(code)}; last lines of {self.spec.log_path}:\n{self._tail()}"
+        reason = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        if code == -signal.SIGKILL:
+            reason += " (out of memory, killed by hand, or by SGLang after one of its processes died)"
+        return f"{reason}; last lines of {self.spec.log_path}:\n{self._tail()}"
 
     async def stop(self, *, grace_s: float = 1.0) -> None:
         """Send SIGTERM, and after ``grace_s`` seconds SIGKILL to the process tree; takes at most about 3 s."""
@@ -178,7 +160,7 @@ class Engine:
             self._note_family()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            for member in self._family.values():
+            for member in self._family:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     member.kill()
             await self._wait_gone(process, 2.0)
@@ -188,13 +170,12 @@ class Engine:
 
     def _launch(self) -> None:
         spec = self.spec
-        if spec.port:
-            first = lease_port(spec.host, spec.port, f"rollout.engine_port={spec.port - spec.index}")
-        else:
-            first = lease_free_port(spec.host)
-        self._leases = [first]
-        self._leases.append(lease_free_port(spec.host))
-        arguments = server_args(spec, *(lease.port for lease in self._leases))
+        given = f"rollout.engine_port={spec.port - spec.index}"
+        port = lease_port(spec.host, spec.port, given) if spec.port else lease_free_port(spec.host)
+        self._leases = [port]
+        self._leases.append(nccl_port := lease_free_port(spec.host))
+        self.url = f"http://{spec.host}:{port.port}"
+        arguments = server_args(spec, port.port, nccl_port.port)
         spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         with spec.log_path.open("wb") as log:
             self._process = subprocess.Popen(
@@ -202,38 +183,36 @@ class Engine:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment(spec),
+                env=_environment(spec),
                 start_new_session=True,
             )
 
     async def _wait_ready(self) -> None:
-        spec = self.spec
-        deadline = time.monotonic() + spec.start_timeout_s
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as http:
-            while True:
-                if (death := self.death()) is not None:
-                    raise EngineError(f"engine {spec.index} ({self.url}) died while starting: {death}")
-                with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # it does not listen yet
-                    async with http.get(f"{self.url}/health") as answer:
-                        if answer.status == 200:
-                            return
-                if time.monotonic() > deadline:
-                    raise EngineError(
-                        f"engine {spec.index} ({self.url}) was not ready after rollout.start_timeout_s="
-                        f"{spec.start_timeout_s:g}; raise it, or see the last lines of {spec.log_path}:\n{self._tail()}"
-                    )
-                await asyncio.sleep(_POLL_S)
+        spec, http_limit = self.spec, aiohttp.ClientTimeout(total=5)
+        try:
+            async with asyncio.timeout(spec.start_timeout_s), aiohttp.ClientSession(timeout=http_limit) as http:
+                while (death := self.death()) is None:
+                    with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # it does not listen yet
+                        async with http.get(f"{self.url}/health") as answer:
+                            if answer.status == 200:
+                                return
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            raise EngineError(
+                f"engine {spec.index} ({self.url}) was not ready after rollout.start_timeout_s="
+                f"{spec.start_timeout_s:g}; raise it, or see the last lines of {spec.log_path}:\n{self._tail()}"
+            ) from None
+        raise EngineError(f"engine {spec.index} ({self.url}) died while starting: {death}")
 
     def _note_family(self) -> None:
         """Remember the descendants; once their parent is gone they cannot be found through it."""
         assert self._process is not None
         with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self._process.pid).children(recursive=True):
-                self._family.setdefault(child.pid, child)
+            self._family.update(psutil.Process(self._process.pid).children(recursive=True))
 
     async def _wait_gone(self, process: subprocess.Popen[bytes], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while process.poll() is None or any(map(_is_alive, self._family.values())):
+        while process.poll() is None or any(map(_is_alive, self._family)):
             if time.monotonic() > deadline:
                 return
             await asyncio.sleep(0.02)
@@ -247,13 +226,6 @@ class Engine:
             return f"  (log not readable: {error.strerror})"
         lines = [line for line in lines if line and not line.startswith((" " * 9, "usage:"))] or lines
         return "\n".join(f"  {line}" for line in lines[-_LOG_LINES:]) or "  (the log is empty)"
-
-
-def _describe_exit(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    hint = " (out of memory, killed by hand, or by SGLang after one of its processes died)"
-    return f"signal {signal.Signals(-code).name}{hint if -code == signal.SIGKILL else ''}"
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -21,22 +21,13 @@ _WATCH_S = 0.25
 
 
 class Fleet:
-    """Starts and owns the engines.
-
-    Args:
-        specs: one for each engine.
-        limits: the model's sizes, to check answers against.
-        temperature: sampling temperature.
-        request_timeout_s: seconds that one generation request may take.
-    """
+    """Starts and owns the engines; see :class:`EngineClient` for the arguments."""
 
     def __init__(
         self, specs: Sequence[EngineSpec], limits: ModelLimits, *, temperature: float, request_timeout_s: float
     ) -> None:
         self._engines = [Engine(spec) for spec in specs]
-        self._limits = limits
-        self._temperature = temperature
-        self._request_timeout_s = request_timeout_s
+        self._options: Any = {"limits": limits, "temperature": temperature, "timeout_s": request_timeout_s}
         self._http: aiohttp.ClientSession | None = None
         self._load: Counter[str] = Counter()
         self.clients: list[EngineClient] = []
@@ -52,30 +43,20 @@ class Fleet:
         return sum(client.tokens_generated for client in self.clients)
 
     async def start(self) -> None:
-        """Start every engine; when one fails, none is left running.
-
-        Raises:
-            EngineError: see :meth:`Engine.start`.
-        """
-
-        async def delayed(index: int, engine: Engine) -> None:
-            await asyncio.sleep(index * _STAGGER_S)
-            await engine.start()
-
+        """Start every engine; where one raises (see :meth:`Engine.start`), none is left running."""
         try:
             async with asyncio.TaskGroup() as group:
                 for index, engine in enumerate(self._engines):
-                    group.create_task(delayed(index, engine))
+                    group.create_task(engine.start(after_s=index * _STAGGER_S))
         except* Exception as errors:
             await self.stop()
             raise errors.exceptions[0] from None
         self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        options: Any = {"limits": self._limits, "temperature": self._temperature, "timeout_s": self._request_timeout_s}
-        self.clients = [EngineClient(engine.url, self._http, **options) for engine in self._engines]
+        self.clients = [EngineClient(engine.url, self._http, **self._options) for engine in self._engines]
 
     @contextmanager
     def borrow(self) -> Iterator[EngineClient]:
-        """Lend the engine with the fewest trajectories, for one trajectory."""
+        """Lend the engine with the fewest trajectories to one more."""
         client = min(self.clients, key=lambda c: self._load[c.url])
         self._load[client.url] += 1
         try:
@@ -84,15 +65,10 @@ class Fleet:
             self._load[client.url] -= 1
 
     def client(self, url: str) -> EngineClient:
-        """The client of one engine.
-
-        Raises:
-            EngineError: no engine has this address.
-        """
-        for client in self.clients:
-            if client.url == url:
-                return client
-        raise EngineError(f"there is no engine {url!r}; the engines are {', '.join(self.urls)}")
+        """The client of one engine, or EngineError where none has this address."""
+        if (found := {client.url: client for client in self.clients}.get(url)) is None:
+            raise EngineError(f"there is no engine {url!r}; the engines are {', '.join(self.urls)}")
+        return found
 
     def set_version(self, version: int) -> None:
         """Note that the trainer has brought every engine to ``version``."""
@@ -107,7 +83,7 @@ class Fleet:
         return None
 
     async def watch(self) -> EngineError:
-        """Wait until an engine dies; returns its exit code or signal and its last lines."""
+        """Wait until an engine dies; returns why."""
         while (error := self.death()) is None:
             await asyncio.sleep(_WATCH_S)
         return error
@@ -116,5 +92,4 @@ class Fleet:
         """End every engine, all at once; nothing is left running."""
         if self._http is not None:
             await self._http.close()
-            self._http = None
         await asyncio.gather(*(engine.stop(grace_s=grace_s) for engine in self._engines))

@@ -1,5 +1,6 @@
 """A folder that appears whole or not at all."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -10,6 +11,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from megatron_fr.errors import ModelError
+
+#: What fsync answers where folders cannot be synced: there a rename is as durable as it gets.
+_NO_FOLDER_SYNC = {errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
 @contextmanager
@@ -43,11 +47,11 @@ def atomic_folder(out: str | Path, *sources: str | Path, overwrite: bool = False
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
                 yield work
                 for path in (*work.rglob("*"), work):
-                    _sync(path)
+                    sync_path(path)
                 if out.exists():
                     os.rename(out, old)
                 os.rename(work, out)
-                _sync(out.parent)
+                sync_path(out.parent)
             finally:
                 _restore(out, old)
                 shutil.rmtree(old, ignore_errors=True)
@@ -70,9 +74,14 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
+    """Bring a file, or a folder's names where its file system can, to the disk; an OSError if it is full or gone."""
     with _opened(path) as descriptor:
-        os.fsync(descriptor)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if not (path.is_dir() and error.errno in _NO_FOLDER_SYNC):
+                raise
 
 
 @contextmanager

@@ -17,7 +17,8 @@ from megatron_fr.config import RunConfig, load_config
 from megatron_fr.errors import MegatronFRError
 from megatron_fr.rollout.service import RolloutService
 
-log = logging.getLogger(__name__)
+#: After a failure the trainer asks for its next batch, and must learn the reason, not find a closed port.
+_LINGER_S = 30.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,12 +26,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m megatron_fr.rollout", description=__doc__)
     parser.add_argument("--config", required=True, help="YAML file of the run")
     parser.add_argument("--url-file", type=Path, help="write the service's address here once it is ready")
-    parser.add_argument(
-        "--linger-s",
-        type=float,
-        default=30.0,
-        help="after a failure, answer 410 with the reason for this long before exiting",
-    )
     parser.add_argument(
         "--restore",
         metavar="FILE|auto|never",
@@ -43,31 +38,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         config = load_config(args.config, args.overrides)
-        return asyncio.run(serve(config, args.url_file, args.linger_s, _restore(config, args.restore)))
+        restore = args.restore or config.checkpoint.resume
+        if restore == "auto":
+            newest = newest_usable(config.output, logging.getLogger(__name__).warning)
+            state = newest / ROLLOUT_FILE if newest is not None else None
+        else:
+            state = Path(restore) if restore != "never" else None
+        return asyncio.run(_serve(config, state, args.url_file))
     except MegatronFRError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 
 
-def _restore(config: RunConfig, given: str | None) -> Path | None:
-    given = given or config.checkpoint.resume
-    if given == "auto":
-        folder = newest_usable(config.output, log.warning)
-        return folder / ROLLOUT_FILE if folder is not None else None
-    return Path(given) if given != "never" else None
-
-
-async def serve(config: RunConfig, url_file: Path | None, linger_s: float, restore: Path | None = None) -> int:
-    """Run the service until a signal or a failure; returns the exit status.
-
-    Raises:
-        MegatronFRError: it did not start.
-    """
-    asked = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, asked.set)
+async def _serve(config: RunConfig, restore: Path | None, url_file: Path | None) -> int:
+    """Run the service until a signal or a failure; returns the exit status."""
     service = RolloutService(config, restore=restore)
+    asked = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, asked.set)
     stopping = asyncio.create_task(asked.wait())
     starting = asyncio.create_task(service.start())
     try:
@@ -79,25 +67,20 @@ async def serve(config: RunConfig, url_file: Path | None, linger_s: float, resto
         await starting
         print(f"rollout service ready at {service.url}", flush=True)
         if url_file is not None:
-            _write_atomically(url_file, service.url + "\n")
+            url_file.parent.mkdir(parents=True, exist_ok=True)
+            temporary = url_file.with_name(f"{url_file.name}.{os.getpid()}.tmp")
+            temporary.write_text(service.url + "\n")
+            temporary.replace(url_file)
         waited_for: set[asyncio.Future[Any]] = {service.failure, stopping}
         await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
         if asked.is_set():
             return 0
         print(f"error: {service.failure.result()}", file=sys.stderr, flush=True)
-        # The trainer asks for its next batch and must learn the reason, not find a closed port.
-        await asyncio.wait({stopping}, timeout=linger_s)
+        await asyncio.wait({stopping}, timeout=_LINGER_S)
         return 1
     finally:
         stopping.cancel()
         await service.stop()
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
 
 
 if __name__ == "__main__":

@@ -3,114 +3,91 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
 
 from megatron_fr.engines.fleet import Fleet
 from megatron_fr.errors import CheckpointError, ConfigError, EngineError, MegatronFRError, RolloutEnded, TrajectoryError
-from megatron_fr.rollout.event_loop_delay import EventLoopDelay
-from megatron_fr.rollout.metrics import batch_metrics
+from megatron_fr.rollout.metrics import EventLoopDelay, batch_metrics
 from megatron_fr.rollout.probe import ProbeSampler
 from megatron_fr.rollout.queue import LeasedBatch
+from megatron_fr.rollout.runner import TrainingRollouts
 from megatron_fr.rollout.state import encode_state, take_state
-from megatron_fr.rollout.training import TrainingRollouts
 from megatron_fr.trajectory import encode
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+#: What a lease tells of each trajectory, beside its length and lag.
+_LEASED_FIELDS = ("id", "group_id", "num_action_tokens", "reward", "reward_parts", "metadata", "info")
 
 
+@dataclass
 class Endpoints:
-    """One handler a call of the interface.
+    """One handler a call of the interface."""
 
-    Args:
-        evaluate: evaluates the weights that the engines hold; takes ``name``. None: there are no held-out prompts.
-        failure: done with the reason once the run cannot go on.
-        training: whether ``POST /start`` starts rollouts.
-        version: version of the weights that the trainer begins with.
-    """
-
-    def __init__(
-        self,
-        fleet: Fleet,
-        rollouts: TrainingRollouts,
-        probe: ProbeSampler,
-        *,
-        evaluate: Callable[..., Awaitable[tuple[dict[str, float], int]]] | None,
-        event_loop_delay: EventLoopDelay,
-        failure: asyncio.Future[MegatronFRError],
-        training: bool = True,
-        version: int = 0,
-    ) -> None:
-        self._fleet = fleet
-        self._rollouts = rollouts
-        self._probe_sampler = probe
-        self._run_evaluation = evaluate
-        self._event_loop_delay = event_loop_delay
-        self._failure = failure
-        self._training = training
-        self._version = version
-        self._batches_at = time.monotonic()
-        self._tokens_at_last_lease = 0
-        self._leasing = asyncio.Lock()
-        self._evaluating = asyncio.Lock()
+    fleet: Fleet
+    rollouts: TrainingRollouts
+    probe: ProbeSampler
+    evaluate: Callable[..., Awaitable[tuple[dict[str, float], int]]] | None  # takes ``name``; None: nothing held out
+    event_loop_delay: EventLoopDelay
+    failure: asyncio.Future[MegatronFRError]  # done with the reason once the run cannot go on
+    training: bool = True  # whether ``POST /start`` starts rollouts
+    version: int = 0  # of the weights that the trainer has reached
+    _leased_at: float = field(default_factory=time.monotonic, init=False)
+    _tokens_at_last_lease: int = field(default=0, init=False)
+    _leasing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _evaluating: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def application(self) -> web.Application:
         """The server application with all routes."""
-        app = web.Application(middlewares=[_errors_as_json], client_max_size=2**20)
-        app.add_routes(
-            [
-                web.get("/status", self._status),
-                web.post("/start", self._start),
-                web.get("/state", self._state),
-                web.post("/lease", self._lease),
-                web.get("/trajectories", self._trajectories),
-                web.post("/commit", self._commit),
-                web.post("/evaluate", self._evaluate),
-                web.post("/probe", self._probe),
-            ]
-        )
+        app = web.Application(middlewares=[_errors_as_json])
+        app.router.add_get("/status", self._status)
+        app.router.add_post("/start", self._start)
+        app.router.add_get("/state", self._state)
+        app.router.add_post("/lease", self._lease)
+        app.router.add_get("/trajectories", self._trajectories)
+        app.router.add_post("/commit", self._commit)
+        app.router.add_post("/evaluate", self._evaluate)
+        app.router.add_post("/probe", self._probe)
         return app
 
     async def _status(self, _: web.Request) -> web.Response:
+        gate, queue, pool = self.rollouts.gate, self.rollouts.queue, self.rollouts.pool
         return web.json_response(
             {
-                "version": self._version,
-                "engines": self._fleet.urls,
-                "queued": self._rollouts.queue.queued,
-                "in_flight": self._rollouts.pool.in_flight,
-                "consumed_batches": self._rollouts.gate.consumed_batches,
-                "started": self._rollouts.gate.started,
-                "finished": self._rollouts.pool.finished,
-                "failed": self._rollouts.gate.failed,
-                "dropped": self._rollouts.gate.dropped,
-                "tokens_generated": self._fleet.tokens_generated,
+                "version": self.version,
+                "engines": self.fleet.urls,
+                "queued": queue.queued,
+                "in_flight": pool.in_flight,
+                "consumed_batches": gate.consumed_batches,
+                "started": gate.started,
+                "finished": pool.finished,
+                "failed": gate.failed,
+                "dropped": gate.dropped,
+                "tokens_generated": self.fleet.tokens_generated,
             }
         )
 
     async def _start(self, request: web.Request) -> web.Response:
         """The engines hold the version that the trainer goes on from: rollouts of a restored run begin."""
         body = await _body(request, version=int)
-        if body["version"] != self._version:
-            raise CheckpointError(
-                f"the trainer goes on from version {body['version']}, the rollout service from {self._version}; "
-                "give both the same checkpoint"
-            )
+        if body["version"] != self.version:
+            versions = f"version {body['version']}, the rollout service from {self.version}"
+            raise CheckpointError(f"the trainer goes on from {versions}; give both the same checkpoint")
         self._raise_failure()
-        self._fleet.set_version(self._version)
-        if self._training:
-            self._rollouts.pool.start()
+        self.fleet.set_version(self.version)
+        if self.training:
+            self.rollouts.pool.start()
         return web.json_response({})
 
     async def _state(self, _: web.Request) -> web.Response:
         # Taken in one go between two events; packing hundreds of megabytes of routes must not hold up the others.
-        payload = await asyncio.to_thread(encode_state, take_state(self._rollouts, self._version))
+        payload = await asyncio.to_thread(encode_state, take_state(self.rollouts, self.version))
         return web.Response(body=payload, content_type="application/octet-stream")
 
     async def _lease(self, request: web.Request) -> web.Response:
@@ -119,39 +96,27 @@ class Endpoints:
         async with self._leasing:
             while True:
                 self._raise_failure()
-                seen = self._rollouts.pool.finished
-                batch = self._rollouts.queue.lease(body["version"])
-                if batch is not None:
+                seen = self.rollouts.pool.finished
+                if (batch := self.rollouts.queue.lease(body["version"])) is not None:
                     return web.json_response(self._leased(batch))
-                left = deadline - time.monotonic()
-                if left <= 0:
+                if (left := deadline - time.monotonic()) <= 0:
                     return web.Response(status=204)
-                await self._unless_failed(self._rollouts.pool.wait_arrival(seen), within_s=left)
+                await self._unless_failed(self.rollouts.pool.wait_arrival(seen), within_s=left)
 
     def _leased(self, batch: LeasedBatch) -> dict[str, Any]:
-        now, tokens = time.monotonic(), self._fleet.tokens_generated
+        now, tokens = time.monotonic(), self.fleet.tokens_generated
         metrics = batch_metrics(batch.trajectories, batch.lags) | {
-            "rollout/tokens_per_s": (tokens - self._tokens_at_last_lease) / max(1e-6, now - self._batches_at),
-            "rollout/in_flight": float(self._rollouts.pool.in_flight),
-            "rollout/queued": float(self._rollouts.queue.queued),
-            "rollout/dropped_total": float(self._rollouts.gate.dropped),
-            "rollout/failed_total": float(self._rollouts.gate.failed),
-            "rollout/refused_total": float(self._rollouts.pool.refused),
-            "rollout/event_loop_delay_ms": self._event_loop_delay.take_worst_ms(),
+            "rollout/tokens_per_s": (tokens - self._tokens_at_last_lease) / max(1e-6, now - self._leased_at),
+            "rollout/in_flight": float(self.rollouts.pool.in_flight),
+            "rollout/queued": float(self.rollouts.queue.queued),
+            "rollout/dropped_total": float(self.rollouts.gate.dropped),
+            "rollout/failed_total": float(self.rollouts.gate.failed),
+            "rollout/refused_total": float(self.rollouts.pool.refused),
+            "rollout/event_loop_delay_ms": self.event_loop_delay.take_worst_ms(),
         }
-        self._batches_at, self._tokens_at_last_lease = now, tokens
+        self._leased_at, self._tokens_at_last_lease = now, tokens
         items = [
-            {
-                "id": t.id,
-                "group_id": t.group_id,
-                "num_tokens": len(t),
-                "num_action_tokens": t.num_action_tokens,
-                "reward": t.reward,
-                "lag": lag,
-                "metadata": t.metadata,
-                "info": t.info,
-                "reward_parts": t.reward_parts,
-            }
+            {name: getattr(t, name) for name in _LEASED_FIELDS} | {"num_tokens": len(t), "lag": lag}
             for t, lag in zip(batch.trajectories, batch.lags, strict=True)
         ]
         return {"batch_id": batch.batch_id, "items": items, "metrics": metrics}
@@ -159,45 +124,40 @@ class Endpoints:
     async def _trajectories(self, request: web.Request) -> web.Response:
         ids = [i for i in request.query.get("ids", "").split(",") if i]
         # Routes of long trajectories make this hundreds of megabytes; the event loop must go on meanwhile.
-        payload = await asyncio.to_thread(encode, self._rollouts.queue.fetch(ids))
+        payload = await asyncio.to_thread(encode, self.rollouts.queue.fetch(ids))
         return web.Response(body=payload, content_type="application/octet-stream")
 
     async def _commit(self, request: web.Request) -> web.Response:
         body = await _body(request, batch_id=str, version=int, stepped=bool)
-        if self._rollouts.commit(body["batch_id"]):
-            self._version = max(self._version, body["version"])
-            self._fleet.set_version(self._version)
+        if self.rollouts.commit(body["batch_id"]):
+            self.version = max(self.version, body["version"])
+            self.fleet.set_version(self.version)
         return web.json_response({})
 
     async def _evaluate(self, request: web.Request) -> web.Response:
         body = await _body(request, name=str)
-        if self._run_evaluation is None:
+        if self.evaluate is None:
             raise ConfigError("there are no held-out prompts to evaluate on; set data.eval or evaluation.sets")
         async with self._evaluating:
-            result = await self._unless_failed(self._run_evaluation(name=body["name"]))
+            result = await self._unless_failed(self.evaluate(name=body["name"]))
         assert result is not None
-        metrics, count = result
-        return web.json_response({"metrics": metrics, "num_trajectories": count})
+        return web.json_response({"metrics": result[0], "num_trajectories": result[1]})
 
     async def _probe(self, request: web.Request) -> web.Response:
         body = await _body(request, engine=str, max_tokens=int)
         self._raise_failure()
-        client = self._fleet.client(body["engine"])
+        client = self.fleet.client(body["engine"])
         try:
-            trajectory = await self._probe_sampler.sample(client, max(1, body["max_tokens"]))
+            trajectory = await self.probe.sample(client, max(1, body["max_tokens"]))
         except EngineError as error:
             # One failed request: the trainer may try again. If the engine died, it learns that then.
-            raise web.HTTPBadGateway(text=json.dumps({"error": str(error)}), content_type="application/json") from error
+            return web.json_response({"error": str(error)}, status=502)
         return web.Response(body=encode([trajectory]), content_type="application/octet-stream")
 
     async def _unless_failed[T](self, work: Awaitable[T], within_s: float | None = None) -> T | None:
-        """The result of ``work``, or None when it takes longer; it is cancelled then.
-
-        Raises:
-            MegatronFRError: the run cannot go on; raised at once.
-        """
+        """The result of ``work``, or None when it takes longer; raises the run's failure as soon as there is one."""
         job = asyncio.ensure_future(work)
-        waited_for: set[asyncio.Future[Any]] = {job, self._failure}
+        waited_for: set[asyncio.Future[Any]] = {job, self.failure}
         try:
             await asyncio.wait(waited_for, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
             self._raise_failure()
@@ -207,47 +167,39 @@ class Endpoints:
             await asyncio.gather(job, return_exceptions=True)
 
     def _raise_failure(self) -> None:
-        if self._failure.done():
-            raise self._failure.result()
+        if self.failure.done():
+            raise self.failure.result()
 
 
 async def _body(request: web.Request, **fields: type | tuple[type, ...]) -> dict[str, Any]:
-    """The JSON body, checked for the fields an endpoint needs.
-
-    Raises:
-        web.HTTPBadRequest: a field is missing or of another type.
-    """
+    """The JSON body, checked for the fields an endpoint needs."""
     try:
         body = await request.json()
     except ValueError as error:
-        raise _bad_request(f"{request.path}: the body is no JSON: {error}") from error
+        raise MegatronFRError(f"{request.path}: the body is no JSON: {error}") from error
     for name, kind in fields.items():
         value = body.get(name) if isinstance(body, dict) else None
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise _bad_request(f"{request.path}: {name}={value!r}, expected {kind}")
+            raise MegatronFRError(f"{request.path}: {name}={value!r}, expected {kind}")
     return dict(body)
 
 
-def _bad_request(reason: str) -> web.HTTPBadRequest:
-    return web.HTTPBadRequest(text=json.dumps({"error": reason}), content_type="application/json")
-
-
 @web.middleware
-async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """410: the run is over; 404: no such trajectory; 400: the request makes no sense here; 502: the engine failed it;
-    500: a bug."""
+async def _errors_as_json(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """410: the run is over; 404: no such trajectory; 400: the request makes no sense here; 500: a bug."""
     try:
         return await handler(request)
     except web.HTTPException as error:
-        if error.status < 400 or error.content_type == "application/json":
-            raise
-        return web.json_response({"error": f"{request.method} {request.path}: {error.reason}"}, status=error.status)
+        status, reason = error.status, f"{request.method} {request.path}: {error.reason}"
     except (RolloutEnded, EngineError) as error:
-        return web.json_response({"error": str(error)}, status=410)
+        status, reason = 410, str(error)
     except TrajectoryError as error:
-        return web.json_response({"error": str(error)}, status=404)
+        status, reason = 404, str(error)
     except MegatronFRError as error:
-        return web.json_response({"error": str(error)}, status=400)
+        status, reason = 400, str(error)
     except Exception as error:
         log.exception("%s %s", request.method, request.path)
-        return web.json_response({"error": f"{type(error).__name__}: {error}"}, status=500)
+        status, reason = 500, f"{type(error).__name__}: {error}"
+    return web.json_response({"error": reason}, status=status)

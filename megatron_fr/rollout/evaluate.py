@@ -11,10 +11,10 @@ from megatron_fr.agents.contract import Prompt
 from megatron_fr.agents.rewards import FatalRewardError
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import MegatronFRError, RolloutEnded
-from megatron_fr.rollout.episode import EpisodeRunner
 from megatron_fr.rollout.metrics import evaluation_metrics
 from megatron_fr.rollout.prompts import load_prompts
 from megatron_fr.rollout.runner import MAX_ATTEMPTS
+from megatron_fr.rollout.session import EpisodeRunner
 from megatron_fr.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
@@ -31,11 +31,7 @@ class HeldOut:
 
 
 def load_held_out(config: RunConfig) -> list[HeldOut]:
-    """The sets of a run, in the configuration's order.
-
-    Raises:
-        ConfigError: the prompts of one cannot be read.
-    """
+    """The sets of a run, in the configuration's order; ConfigError where one's prompts cannot be read."""
     return [
         HeldOut(name, load_prompts(one.data, one.split)[: one.num_prompts], one.samples or 1, one.temperature)
         for name, one in config.evaluation_sets.items()
@@ -52,8 +48,7 @@ async def evaluate_sets(
         found, count = await evaluate(
             episodes, held_out, concurrency=concurrency, pass_threshold=pass_threshold, name=name
         )
-        prefix = f"{held_out.name}/" if held_out.name else ""
-        metrics |= {prefix + key: value for key, value in found.items()}
+        metrics |= {f"{held_out.name}/{key}" if held_out.name else key: value for key, value in found.items()}
         total += count
     return metrics, total
 
@@ -61,12 +56,9 @@ async def evaluate_sets(
 async def evaluate(
     episodes: EpisodeRunner, held_out: HeldOut, *, concurrency: int, pass_threshold: float, name: str
 ) -> tuple[dict[str, float], int]:
-    """Roll every prompt out ``held_out.samples`` times, at its temperature.
+    """:func:`evaluation_metrics` of every prompt's samples, and the number of trajectories that were scored.
 
-    Trajectories of an evaluation reach neither the queue nor the gate, so that none of them is trained on.
-
-    Returns:
-        the metrics of :func:`evaluation_metrics`, and the number of trajectories that were scored.
+    These trajectories reach neither the queue nor the gate, so that none of them is trained on.
 
     Raises:
         RolloutEnded: no trajectory could be scored; carries the last failure.
@@ -76,10 +68,9 @@ async def evaluate(
     failures: list[str] = []
     name = f"{name}-{held_out.name}" if held_out.name else name
 
-    async def one(number: int, prompt: Prompt, sample: int) -> Trajectory | None:
+    async def one(prompt: Prompt, identity: str) -> Trajectory | None:
         async with slots:
             for attempt in range(MAX_ATTEMPTS):
-                identity = f"eval-{name}-{number:05d}-{sample}"
                 try:
                     return await episodes.run(
                         prompt, trajectory_id=identity, group_id=identity, temperature=held_out.temperature
@@ -93,21 +84,18 @@ async def evaluate(
                     log.warning("evaluation failed at attempt %d: %s", attempt + 1, failures[-1])
         return None
 
-    jobs = [
-        (number, prompt, sample) for number, prompt in enumerate(held_out.prompts) for sample in range(held_out.samples)
-    ]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(*job)) for job in jobs]
+            tasks = [
+                [group.create_task(one(prompt, f"eval-{name}-{number:05d}-{k}")) for k in range(held_out.samples)]
+                for number, prompt in enumerate(held_out.prompts)
+            ]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    by_prompt: dict[int, list[Trajectory]] = {}
-    for (number, _, _), task in zip(jobs, tasks, strict=True):
-        if (trajectory := task.result()) is not None:
-            by_prompt.setdefault(number, []).append(trajectory)
-    if not by_prompt:
-        raise RolloutEnded(f"evaluation {name!r}: none of {len(jobs)} trajectories could be scored; {failures[-1]}")
-    scored = sum(map(len, by_prompt.values()))
-    metrics = evaluation_metrics(list(by_prompt.values()), pass_threshold)
-    metrics["trajectory/failed"] = float(len(jobs) - scored)
-    return metrics, scored
+    wanted = len(held_out.prompts) * held_out.samples
+    scored = [[t for task in of_prompt if (t := task.result()) is not None] for of_prompt in tasks]
+    if not any(scored):
+        raise RolloutEnded(f"evaluation {name!r}: none of {wanted} trajectories could be scored; {failures[-1]}")
+    count = sum(map(len, scored))
+    metrics = evaluation_metrics([group for group in scored if group], pass_threshold)
+    return metrics | {"trajectory/failed": float(wanted - count)}, count

@@ -1,19 +1,20 @@
-"""Averages over trajectories, by the names under which they are written and plotted, in training and evaluation."""
+"""What the rollout side measures, by the names that are written and plotted, alike in training and evaluation."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
 
 import numpy as np
 
 from megatron_fr.trajectory import Trajectory
 
+_TICK_S = 0.05
+
 
 def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Rewards and their parts, tool use, truncation and lengths of at least one trajectory.
-
-    A named part of the reward is averaged over the trajectories that have it.
-    """
+    """Averages of at least one trajectory; a named part of the reward is averaged over those that have it."""
     lengths = [len(t) for t in trajectories]
     metrics = {
         "reward/mean": _mean([t.reward for t in trajectories]),
@@ -44,24 +45,38 @@ def evaluation_metrics(by_prompt: Sequence[Sequence[Trajectory]], pass_threshold
 
 
 def batch_metrics(trajectories: Sequence[Trajectory], lags: Sequence[int] = ()) -> dict[str, float]:
-    """Metrics of a leased batch: those of its trajectories, and what only training rollouts have.
+    """:func:`trajectory_metrics` of a leased batch, and what only training rollouts have.
 
-    How many trajectories have no usable routes although routes were asked for (they take the live router), lags in
-    versions, and the shares of time that trajectories waited for a runner, generated, and waited for tools.
+    A trajectory whose routes were asked for and are missing takes the live router. Lags count versions.
     """
     metrics = trajectory_metrics(trajectories)
     metrics["rollout/routes_missing"] = float(sum(t.route_error is not None for t in trajectories))
     if lags:
-        metrics |= {
-            "policy_lag/min": float(min(lags)),
-            "policy_lag/mean": _mean(lags),
-            "policy_lag/max": float(max(lags)),
-        }
+        least, most = float(min(lags)), float(max(lags))
+        metrics |= {"policy_lag/min": least, "policy_lag/mean": _mean(lags), "policy_lag/max": most}
     spent = np.array([[t.timings.queued_s, t.timings.generating_s, t.timings.tools_s] for t in trajectories])
     shares = spent.sum(axis=0) / max(float(spent.sum()), 1e-9)
-    for name, share in zip(("queued", "generating", "tools"), shares, strict=True):
-        metrics[f"rollout/time_{name}"] = float(share)
-    return metrics
+    names = ("rollout/time_queued", "rollout/time_generating", "rollout/time_tools")
+    return metrics | dict(zip(names, shares.tolist(), strict=True))
+
+
+class EventLoopDelay:
+    """Measures how late the event loop runs its timers: a loop blocked by a tool or a verifier shows here first."""
+
+    def __init__(self) -> None:
+        self._worst_s = 0.0
+
+    async def run(self) -> None:
+        """Sleep in short ticks and note by how much each was overslept; never returns."""
+        while True:
+            started = time.monotonic()
+            await asyncio.sleep(_TICK_S)
+            self._worst_s = max(self._worst_s, time.monotonic() - started - _TICK_S)
+
+    def take_worst_ms(self) -> float:
+        """The worst delay since the last call, milliseconds."""
+        worst, self._worst_s = self._worst_s, 0.0
+        return 1000 * worst
 
 
 def _mean(values: Sequence[float]) -> float:

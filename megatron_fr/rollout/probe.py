@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_fr.agents.contract import Outcome, Prompt
@@ -12,28 +13,15 @@ from megatron_fr.rollout.session import EngineSession
 from megatron_fr.trajectory import ModelLimits, Trajectory
 
 
+@dataclass(frozen=True)
 class ProbeSampler:
-    """Samples short trajectories that no prefix cache and no end token touches.
+    """Samples short trajectories, begun by a random prompt, that no prefix cache and no end token touches."""
 
-    Args:
-        prompts: a random one begins each trajectory; at least one.
-        template_kwargs: further variables of the chat template.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        prompts: Sequence[Prompt],
-        limits: ModelLimits,
-        *,
-        want_routes: bool,
-        template_kwargs: Mapping[str, Any],
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._prompts = prompts
-        self._limits = limits
-        self._want_routes = want_routes
-        self._template_kwargs = template_kwargs
+    tokenizer: Any
+    prompts: Sequence[Prompt]
+    limits: ModelLimits
+    want_routes: bool
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     async def sample(self, client: EngineClient, max_tokens: int) -> Trajectory:
         """A trajectory of ``max_tokens`` action tokens with reward 0.
@@ -42,29 +30,21 @@ class ProbeSampler:
             EngineError: the engine failed.
             TrajectoryError: what it answered breaks the contract.
         """
-        prompt = random.choice(self._prompts)
-        session = EngineSession(
-            client, self._limits, max_new_tokens=max_tokens, want_routes=self._want_routes, probe=True
-        )
-        session.observe(self._encode(prompt)[: self._limits.max_context - max_tokens])
-        generation = await session.generate(stop_token_ids=[])
-        trajectory = session.finish(
-            Outcome((), generation.finish_reason, 1),
-            trajectory_id="probe",
-            prompt_id=prompt.id,
-            group_id="probe",
-            reward=0.0,
-            reward_parts={},
-        )
-        trajectory.validate(self._limits)
-        return trajectory
-
-    def _encode(self, prompt: Prompt) -> list[int]:
+        prompt = random.choice(self.prompts)
         messages = [dict(m) for m in prompt.messages]
-        if getattr(self._tokenizer, "chat_template", None):
-            text = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **self._template_kwargs
+        if getattr(self.tokenizer, "chat_template", None):
+            text = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **self.template_kwargs
             )
         else:
             text = "\n".join(str(m.get("content")) for m in messages)
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        session = EngineSession(
+            client, self.limits, max_new_tokens=max_tokens, want_routes=self.want_routes, probe=True
+        )
+        session.observe(tokens[: self.limits.max_context - max_tokens])
+        generation = await session.generate(stop_token_ids=[])
+        outcome = Outcome((), generation.finish_reason, 1)
+        trajectory = session.finish(outcome, id="probe", prompt_id=prompt.id, group_id="probe", reward=0.0)
+        trajectory.validate(self.limits)
+        return trajectory

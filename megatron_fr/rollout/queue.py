@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_fr.errors import RolloutEnded, TrajectoryError
 from megatron_fr.trajectory import ModelLimits, Trajectory
@@ -15,49 +15,32 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LeasedBatch:
-    """``B`` trajectories leased for one update.
-
-    ``lags[i]`` is the leasing version minus the oldest version among that trajectory's action tokens.
-    """
+    """The trajectories of one update, with their lags: the leasing version minus the oldest of an action token."""
 
     batch_id: str
     trajectories: tuple[Trajectory, ...]
     lags: tuple[int, ...]
 
 
+@dataclass(kw_only=True)
 class TrajectoryQueue:
-    """In memory. A unit is a trajectory, or with ``group_size`` above 1 a complete group.
+    """In memory. A unit is a complete group: ``group_size`` rollouts of one prompt. ``batch_size`` is a multiple of it.
 
-    A lease is exclusive until it is committed. A lease that was never committed (the trainer died) is handed out again
-    with the next :meth:`lease`, at the head of the queue.
-
-    Args:
-        batch_size: ``B``.
-        group_size: rollouts of one prompt; divides ``batch_size``.
-        max_policy_lag: units with an older action token than this many versions are dropped when leasing.
-        limits: what a valid trajectory may contain.
-        on_drop: called with the number of trajectories that were dropped.
+    A lease is exclusive until it is committed. The next :meth:`lease` hands a lease that was never committed (the
+    trainer died) out again. A lease drops units with an action token older than ``max_policy_lag`` versions, and calls
+    ``on_drop`` with the number of their trajectories.
     """
 
-    def __init__(
-        self,
-        *,
-        batch_size: int,
-        group_size: int,
-        max_policy_lag: int,
-        limits: ModelLimits,
-        on_drop: Callable[[int], None],
-    ) -> None:
-        self._units_per_batch = batch_size // group_size
-        self._group_size = group_size
-        self._max_policy_lag = max_policy_lag
-        self._limits = limits
-        self._on_drop = on_drop
-        self._ready: deque[tuple[Trajectory, ...]] = deque()
-        self._partial: dict[str, list[Trajectory]] = {}
-        self._leased: LeasedBatch | None = None
-        self._committed: str | None = None
-        self._next_batch = 0
+    batch_size: int
+    group_size: int
+    max_policy_lag: int
+    limits: ModelLimits
+    on_drop: Callable[[int], None]
+    _ready: deque[tuple[Trajectory, ...]] = field(default_factory=deque, init=False)
+    _partial: dict[str, list[Trajectory]] = field(default_factory=dict, init=False)
+    _leased: LeasedBatch | None = field(default=None, init=False)
+    _committed: str | None = field(default=None, init=False)
+    _next_batch: int = field(default=0, init=False)
 
     @property
     def queued(self) -> int:
@@ -70,24 +53,20 @@ class TrajectoryQueue:
         Raises:
             TrajectoryError: it breaks the contract and was not added.
         """
-        if trajectory.routed_experts is not None and (reason := trajectory.check_routes(self._limits)) is not None:
+        if trajectory.routed_experts is not None and (reason := trajectory.check_routes(self.limits)) is not None:
             trajectory.routed_experts, trajectory.route_error = None, reason
         if trajectory.route_error is not None:
             log.warning("trajectory %s: routes dropped: %s", trajectory.id, trajectory.route_error)
-        trajectory.validate(self._limits)
-        if self._group_size == 1:
-            self._ready.append((trajectory,))
-            return
+        trajectory.validate(self.limits)
         members = self._partial.setdefault(trajectory.group_id, [])
         members.append(trajectory)
-        if len(members) == self._group_size:
+        if len(members) == self.group_size:
             self._ready.append(tuple(self._partial.pop(trajectory.group_id)))
 
     def discard_group(self, group_id: str) -> None:
         """Drop the finished members of a group that will never be complete."""
-        members = self._partial.pop(group_id, [])
-        if members:
-            self._on_drop(len(members))
+        if members := self._partial.pop(group_id, []):
+            self.on_drop(len(members))
 
     def lease(self, version: int) -> LeasedBatch | None:
         """The next batch for an update of policy ``version``, or None while there is no full one."""
@@ -96,9 +75,10 @@ class TrajectoryQueue:
             self._ready.extendleft(reversed(self._units(again.trajectories)))
             self._leased = None
         self._drop_stale(version)
-        if len(self._ready) < self._units_per_batch:
+        units_per_batch = self.batch_size // self.group_size
+        if len(self._ready) < units_per_batch:
             return None
-        trajectories = tuple(t for _ in range(self._units_per_batch) for t in self._ready.popleft())
+        trajectories = tuple(t for _ in range(units_per_batch) for t in self._ready.popleft())
         if again is not None and _ids(trajectories) == _ids(again.trajectories):
             batch_id = again.batch_id
         else:
@@ -107,70 +87,52 @@ class TrajectoryQueue:
         return self._leased
 
     def fetch(self, ids: Sequence[str]) -> list[Trajectory]:
-        """Payloads of the leased batch, in the order of ``ids``.
-
-        Raises:
-            TrajectoryError: an id is not in the leased batch.
-        """
+        """Trajectories of the leased batch, in the order of ``ids``; TrajectoryError where one is not in it."""
         leased = {t.id: t for t in self._leased.trajectories} if self._leased else {}
-        missing = [i for i in ids if i not in leased]
-        if missing:
+        if missing := [i for i in ids if i not in leased]:
             raise TrajectoryError(f"trajectories {', '.join(missing)} are not in the leased batch")
         return [leased[i] for i in ids]
 
     def commit(self, batch_id: str) -> bool:
-        """Forget a leased batch; False when it was committed already (an answer that got lost).
-
-        Raises:
-            RolloutEnded: no such batch is leased.
-        """
-        if self._leased is not None and self._leased.batch_id == batch_id:
+        """Forget the leased batch; False when this was committed already (an answer got lost), else RolloutEnded."""
+        leased = self._leased.batch_id if self._leased else "none"
+        if self._leased is not None and leased == batch_id:
             self._leased, self._committed = None, batch_id
             return True
         if batch_id == self._committed:
             return False
-        leased = self._leased.batch_id if self._leased else "none"
         raise RolloutEnded(f"commit of {batch_id!r}, but the leased batch is {leased}; lease again")
 
     def snapshot(self) -> tuple[list[Trajectory], list[Trajectory], int]:
-        """``(ready, partial, next_batch)``: complete units in order with a lease that is not committed at the head,
-        the members of incomplete groups, and the next batch's number."""
+        """``(ready, partial, next_batch)``: complete units in order, an uncommitted lease first; the members of
+        incomplete groups; the next batch's number."""
         leased = self._leased.trajectories if self._leased else ()
         ready = [*leased, *(t for unit in self._ready for t in unit)]
         return ready, [t for members in self._partial.values() for t in members], self._next_batch
 
     def restore(self, ready: Sequence[Trajectory], partial: Sequence[Trajectory], next_batch: int) -> None:
-        """Put a :meth:`snapshot` into a new queue.
-
-        Raises:
-            TrajectoryError: one of them does not fit the model.
-        """
+        """Put a :meth:`snapshot` into a new queue; TrajectoryError where one does not fit the model."""
         for trajectory in (*ready, *partial):
-            trajectory.validate(self._limits)
+            trajectory.validate(self.limits)
         self._ready.extend(self._units(ready))
         for trajectory in partial:
             self._partial.setdefault(trajectory.group_id, []).append(trajectory)
         self._next_batch = next_batch
 
     def _units(self, trajectories: Sequence[Trajectory]) -> list[tuple[Trajectory, ...]]:
-        n = self._group_size
+        n = self.group_size
         return [tuple(trajectories[i : i + n]) for i in range(0, len(trajectories), n)]
 
     def _drop_stale(self, version: int) -> None:
-        kept: deque[tuple[Trajectory, ...]] = deque()
-        for unit in self._ready:
+        for _ in range(len(self._ready)):
+            unit = self._ready.popleft()
             lag = version - min(t.oldest_version for t in unit)
-            if lag <= self._max_policy_lag:
-                kept.append(unit)
+            if lag <= self.max_policy_lag:
+                self._ready.append(unit)
                 continue
-            log.warning(
-                "dropped %s: %d versions old, rollout.max_policy_lag=%d",
-                ", ".join(_ids(unit)),
-                lag,
-                self._max_policy_lag,
-            )
-            self._on_drop(len(unit))
-        self._ready = kept
+            names = ", ".join(_ids(unit))
+            log.warning("dropped %s: %d versions old, rollout.max_policy_lag=%d", names, lag, self.max_policy_lag)
+            self.on_drop(len(unit))
 
 
 def _ids(trajectories: Sequence[Trajectory]) -> list[str]:

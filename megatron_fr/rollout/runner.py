@@ -11,10 +11,13 @@ from dataclasses import dataclass, field
 
 from megatron_fr.agents.contract import Prompt
 from megatron_fr.agents.rewards import FatalRewardError
+from megatron_fr.config import RunConfig
 from megatron_fr.errors import MegatronFRError, RolloutEnded, TrajectoryError
-from megatron_fr.rollout.episode import EpisodeRunner
+from megatron_fr.rollout.cursor import PromptCursor
 from megatron_fr.rollout.queue import TrajectoryQueue
+from megatron_fr.rollout.session import EpisodeRunner
 from megatron_fr.rollout.staleness import StalenessGate
+from megatron_fr.trajectory import ModelLimits
 
 log = logging.getLogger(__name__)
 
@@ -45,19 +48,10 @@ class Member:
 
 
 class RunnerPool:
-    """Keeps up to ``runners`` trajectories going while the gate allows it.
+    """Keeps up to ``runners`` trajectories going while the gate allows it. Rollouts of one prompt start together.
 
-    Args:
-        episodes: runs one episode.
-        prompts: endless.
-        runners: concurrent trajectories.
-        group_size: rollouts of one prompt, let in together.
-        on_fatal: called once with the reason when the run cannot go on.
-
-    Attributes:
-        in_flight: trajectories under way.
-        finished: trajectories that have reached the queue.
-        refused: trajectories that the queue or the episode refused.
+    ``prompts`` never ends. ``on_fatal`` is called with the reason when the run cannot go on. :attr:`finished` counts
+    the trajectories that reached the queue, :attr:`refused` those that the queue or the episode refused.
     """
 
     def __init__(
@@ -68,32 +62,28 @@ class RunnerPool:
         queue: TrajectoryQueue,
         *,
         runners: int,
-        group_size: int,
         on_fatal: Callable[[MegatronFRError], None],
     ) -> None:
-        self._episodes = episodes
-        self._prompts = prompts
-        self._gate = gate
-        self._queue = queue
-        self._runners = runners
-        self._group_size = group_size
-        self._on_fatal = on_fatal
+        self._episodes, self._prompts, self._gate, self._queue = episodes, prompts, gate, queue
+        self._runners, self._group_size, self._on_fatal = runners, queue.group_size, on_fatal
         self._waiting: deque[Member] = deque()
         self._running: list[Member] = []
-        self._opened = asyncio.Event()
-        self._arrived = asyncio.Event()
+        self._opened, self._arrived = asyncio.Event(), asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._groups = 0
         self._failures_in_a_row = 0
-        self.in_flight = 0
         self.finished = 0
         self.refused = 0
 
+    @property
+    def in_flight(self) -> int:
+        """Trajectories under way."""
+        return len(self._running)
+
     def start(self) -> None:
-        """Begin; needs a running event loop. A second call does nothing."""
-        if self._tasks:
-            return
-        self._tasks = [asyncio.create_task(self._work(), name=f"runner-{i}") for i in range(self._runners)]
+        """Begin, in the running event loop. A second call does nothing."""
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(self._work(), name=f"runner-{i}") for i in range(self._runners)]
 
     async def stop(self) -> None:
         """Cancel every trajectory and wait until all are gone."""
@@ -115,7 +105,7 @@ class RunnerPool:
         self._groups = groups
 
     def wake(self) -> None:
-        """The gate may have opened."""
+        """Look at the gate again."""
         self._opened.set()
 
     async def wait_arrival(self, seen: int) -> None:
@@ -125,40 +115,30 @@ class RunnerPool:
             await self._arrived.wait()
 
     async def _work(self) -> None:
-        while True:
-            member = await self._next()
-            self.in_flight += 1
-            try:
-                await self._run(member)
-            except MegatronFRError as error:
-                self._on_fatal(error)
-                return
-            finally:
-                self.in_flight -= 1
+        try:
+            while True:
+                await self._run(await self._next())
+        except MegatronFRError as error:
+            self._on_fatal(error)
 
     async def _next(self) -> Member:
         while not self._waiting:
-            if self._gate.may_start(self._group_size):
-                self._open_group()
-            else:
+            if not self._gate.may_start(self._group_size):
                 self._opened.clear()
                 await self._opened.wait()
+                continue
+            group = Group(f"{self._groups:06d}", next(self._prompts))
+            self._groups += 1
+            self._gate.started += self._group_size
+            self._waiting += [Member(group, index) for index in range(self._group_size)]
+            self.wake()
         return self._waiting.popleft()
-
-    def _open_group(self) -> None:
-        group = Group(f"{self._groups:06d}", next(self._prompts))
-        self._groups += 1
-        self._gate.start(self._group_size)
-        self._waiting += [Member(group, index) for index in range(self._group_size)]
-        self.wake()
 
     async def _run(self, member: Member) -> None:
         """Run one member; raises only what must end the run."""
-        trajectory_id = member.group.id
-        if self._group_size > 1:
-            trajectory_id += f"-{member.index}"
-        if member.attempt:
-            trajectory_id += f"-retry{member.attempt}"
+        index = f"-{member.index}" if self._group_size > 1 else ""
+        retry = f"-retry{member.attempt}" if member.attempt else ""
+        trajectory_id = f"{member.group.id}{index}{retry}"
         try:
             # Nothing is awaited between the end of this and the queue or the next attempt, so that a snapshot finds
             # every rollout in exactly one place.
@@ -173,7 +153,7 @@ class RunnerPool:
             finally:
                 self._running.remove(member)
             if not member.group.alive:
-                self._gate.drop()
+                self._gate.drop(1)
                 self.wake()
                 return
             self._queue.put(trajectory)
@@ -193,38 +173,64 @@ class RunnerPool:
             self._arrived.set()
 
     def _failed(self, member: Member, trajectory_id: str, error: Exception, *, retry: bool) -> None:
-        group = member.group
-        self._gate.fail()
+        group, attempts, reason = member.group, member.attempt + 1, f"{type(error).__name__}: {error}"
+        self._gate.failed += 1
         self._failures_in_a_row += 1
-        retry = retry and group.alive and member.attempt + 1 < MAX_ATTEMPTS
-        log.warning(
-            "trajectory %s (prompt %r, attempt %d) failed%s: %s: %s",
-            trajectory_id,
-            group.prompt.id,
-            member.attempt + 1,
-            "; it is tried again" if retry else "",
-            type(error).__name__,
-            error,
-        )
+        retry = retry and group.alive and attempts < MAX_ATTEMPTS
+        name = f"trajectory {trajectory_id} (prompt {group.prompt.id!r}, attempt {attempts})"
+        log.warning("%s failed%s: %s", name, "; it is tried again" if retry else "", reason)
         if self._failures_in_a_row >= _FAILURES_PER_RUNNER * self._runners:
             raise RolloutEnded(
-                f"{self._failures_in_a_row} trajectories failed in a row; the last one, {trajectory_id}: "
-                f"{type(error).__name__}: {error}"
+                f"{self._failures_in_a_row} trajectories failed in a row; the last one, {trajectory_id}: {reason}"
             )
         if retry:
-            self._gate.start()
-            self._waiting.append(Member(group, member.index, member.attempt + 1))
+            self._gate.started += 1
+            self._waiting.append(Member(group, member.index, attempts))
         elif group.alive:
-            self._give_up(group)
+            # The group will never be complete: drop what it has, and what it still has to run.
+            group.alive = False
+            self._queue.discard_group(group.id)
+            kept = deque(m for m in self._waiting if m.group is not group)
+            self._gate.drop(len(self._waiting) - len(kept))
+            self._waiting = kept
+            if self._group_size > 1:
+                log.warning("group %s (prompt %r) is given up", group.id, group.prompt.id)
         self.wake()
 
-    def _give_up(self, group: Group) -> None:
-        """The group will never be complete: drop what it has, and what it still has to run."""
-        group.alive = False
-        self._queue.discard_group(group.id)
-        waiting = [m for m in self._waiting if m.group is group]
-        self._waiting = deque(m for m in self._waiting if m.group is not group)
-        if waiting:
-            self._gate.drop(len(waiting))
-        if self._group_size > 1:
-            log.warning("group %s (prompt %r) is given up", group.id, group.prompt.id)
+
+class TrainingRollouts:
+    """The rollouts of training batches: prompts, gate, queue and pool; nothing runs before ``pool.start()``."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        prompts: Sequence[Prompt],
+        episodes: EpisodeRunner,
+        limits: ModelLimits,
+        on_fatal: Callable[[MegatronFRError], None],
+    ) -> None:
+        batch_size, lag = config.train.batch_size, config.max_policy_lag
+        self.prompts = prompts
+        self.cursor = PromptCursor(prompts, config.seed, config.data.shuffle)
+        self.gate = StalenessGate(batch_size, lag)
+        self.queue = TrajectoryQueue(
+            batch_size=batch_size,
+            group_size=config.algorithm.group_size,
+            max_policy_lag=lag,
+            limits=limits,
+            on_drop=self._drop,
+        )
+        runners = config.rollout.max_concurrent_trajectories
+        self.pool = RunnerPool(episodes, self.cursor, self.gate, self.queue, runners=runners, on_fatal=on_fatal)
+
+    def commit(self, batch_id: str) -> bool:
+        """Commit the queue's lease (see :meth:`TrajectoryQueue.commit`) and let rollouts start in its place."""
+        if not self.queue.commit(batch_id):
+            return False
+        self.gate.consumed_batches += 1
+        self.pool.wake()
+        return True
+
+    def _drop(self, count: int) -> None:
+        self.gate.drop(count)
+        self.pool.wake()

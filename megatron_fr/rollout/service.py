@@ -5,75 +5,64 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import socket
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from aiohttp import web
 
 from megatron_fr.agents.registry import make_agent
 from megatron_fr.agents.rewards import RewardRunner
 from megatron_fr.config import RunConfig
+from megatron_fr.engines.engine import EngineSpec
 from megatron_fr.engines.fleet import Fleet
 from megatron_fr.engines.probe import probe_engine
-from megatron_fr.errors import MegatronFRError, RolloutEnded
+from megatron_fr.errors import ConfigError, MegatronFRError, ModelError, RolloutEnded
 from megatron_fr.hf.folder import read_spec
-from megatron_fr.rollout import setup
+from megatron_fr.models.spec import ModelSpec
 from megatron_fr.rollout.endpoints import Endpoints
-from megatron_fr.rollout.episode import EpisodeRunner
-from megatron_fr.rollout.evaluate import HeldOut, evaluate_sets, load_held_out
-from megatron_fr.rollout.event_loop_delay import EventLoopDelay
+from megatron_fr.rollout.evaluate import evaluate_sets, load_held_out
+from megatron_fr.rollout.metrics import EventLoopDelay
 from megatron_fr.rollout.probe import ProbeSampler
 from megatron_fr.rollout.prompts import load_prompts
+from megatron_fr.rollout.runner import TrainingRollouts
+from megatron_fr.rollout.session import EpisodeRunner
 from megatron_fr.rollout.state import read_state, restore_state
-from megatron_fr.rollout.training import TrainingRollouts
-from megatron_fr.runtime.device import resolve_device
+from megatron_fr.runtime.device import Device, resolve_device
+from megatron_fr.trajectory import ModelLimits
 
 log = logging.getLogger(__name__)
 
-
-class _Startable(Protocol):
-    async def start(self) -> None: ...
-
-    async def stop(self) -> None: ...
+#: Of an engine, above its share: for the probe after a sync, and for requests given up here that still run there.
+_SPARE_SLOTS = 4
 
 
 class RolloutService:
     """Everything between prompts and batches.
 
     Make, start and stop it in one running event loop, in a thread that lives as long as the service: the kernel ends
-    the engines with the thread that started them.
+    the engines with the thread that started them. :meth:`start` sets ``url``. Once the run cannot go on, ``failure``
+    holds the reason, and ``/lease`` answers 410.
 
     Args:
         training: start training rollouts at once; off for evaluation alone.
         restore: state of an earlier run, from ``GET /state``; rollouts then wait for ``POST /start``, since the engines
             hold other weights until the trainer's first push.
-
-    Attributes:
-        failure: done with the reason once the run cannot go on; from then on ``/lease`` answers 410.
     """
 
+    _fleet: Fleet
+    _rollouts: TrainingRollouts
+    _ending: asyncio.Task[None]
+
     def __init__(self, config: RunConfig, *, training: bool = True, restore: Path | None = None) -> None:
-        self._config = config
-        self._training = training
-        self._restore = restore
-        self._background: list[asyncio.Task[Any]] = []
+        self._config, self._training, self._restore = config, training, restore
         self._exit = contextlib.AsyncExitStack()
-        self._url: str | None = None
-        self._fleet: Fleet | None = None
-        self._rollouts: TrainingRollouts | None = None
+        self.url = ""
         self.failure: asyncio.Future[MegatronFRError] = asyncio.get_running_loop().create_future()
 
-    @property
-    def url(self) -> str:
-        """Base address, known after :meth:`start`."""
-        if self._url is None:
-            raise RolloutEnded("the rollout service was not started")
-        return self._url
-
     async def start(self) -> None:
-        """Start everything; what fails early and cheaply comes first. Nothing is left running when it raises.
+        """Start everything, what fails cheaply first; nothing is left running when it raises.
 
         Raises:
             MegatronFRError: the model, the data, the agent, the reward function or an engine is not usable.
@@ -93,19 +82,23 @@ class RolloutService:
     async def _start(self) -> None:
         config, rollout = self._config, self._config.rollout
         device = resolve_device(config.device)
-        limits = setup.model_limits(read_spec(config.model.path), rollout.max_context)
-        want_routes = setup.wants_routes(config, limits)
-        tokenizer = setup.load_tokenizer(config.model.path)
+        limits = model_limits(read_spec(config.model.path), rollout.max_context)
+        want_routes = config.train.routing_replay == "rollout" and limits.num_moe_layers > 0
+        tokenizer = load_tokenizer(config.model.path)
         prompts = load_prompts(config.data.train, config.data.train_split)
         held_out = load_held_out(config)
-        specs = setup.engine_specs(config, device, limits)
+        specs = engine_specs(config, device, want_routes)
         restored = read_state(self._restore) if self._restore is not None else None
 
-        rewards = await self._started(RewardRunner(config.reward, Path(config.output) / "logs" / "reward.log"))
-        agent = await self._started(make_agent(config.agent, tokenizer))
-        fleet = await self._started(
-            Fleet(specs, limits, temperature=rollout.temperature, request_timeout_s=rollout.request_timeout_s)
-        )
+        rewards = RewardRunner(config.reward, Path(config.output) / "logs" / "reward.log")
+        self._exit.push_async_callback(rewards.stop)
+        await rewards.start()
+        agent = make_agent(config.agent, tokenizer)
+        self._exit.push_async_callback(agent.stop)
+        await agent.start()
+        fleet = Fleet(specs, limits, temperature=rollout.temperature, request_timeout_s=rollout.request_timeout_s)
+        self._exit.push_async_callback(fleet.stop)
+        await fleet.start()
         for client in fleet.clients:
             await probe_engine(client, limits, want_routes=want_routes)
 
@@ -116,70 +109,100 @@ class RolloutService:
             restore_state(rollouts, restored)
         self._fleet, self._rollouts = fleet, rollouts
         delay = EventLoopDelay()
+        evaluate = partial(
+            evaluate_sets,
+            episodes,
+            held_out,
+            pass_threshold=config.evaluation.pass_threshold,
+            concurrency=rollout.max_concurrent_trajectories,
+        )
         endpoints = Endpoints(
             fleet,
             rollouts,
-            ProbeSampler(
-                tokenizer,
-                prompts,
-                limits,
-                want_routes=want_routes,
-                template_kwargs=config.agent.chat_template_kwargs,
-            ),
-            evaluate=self._evaluation(episodes, held_out),
+            ProbeSampler(tokenizer, prompts, limits, want_routes, config.agent.chat_template_kwargs),
+            evaluate=evaluate if held_out else None,
             event_loop_delay=delay,
             failure=self.failure,
             training=self._training,
             version=restored.counters.version if restored is not None else 0,
         )
-        await self._serve(endpoints)
-        self._exit.push_async_callback(self._end_background)
-        self._in_background(delay.run())
-        self._in_background(self._watch(fleet))
+        server = web.AppRunner(endpoints.application(), shutdown_timeout=0.2, access_log=None)
+        await server.setup()
+        self._exit.push_async_callback(server.cleanup)
+        await web.TCPSite(server, rollout.host, 0).start()
+        any_address = rollout.host in ("0.0.0.0", "::", "")
+        self.url = f"http://{socket.gethostname() if any_address else rollout.host}:{server.addresses[0][1]}"
+        for work in (delay.run(), self._watch()):
+            self._exit.callback(asyncio.create_task(work).cancel)
         if self._training and restored is None:
             rollouts.pool.start()
 
-    async def _started[T: _Startable](self, part: T) -> T:
-        self._exit.push_async_callback(part.stop)
-        await part.start()
-        return part
-
-    def _evaluation(
-        self, episodes: EpisodeRunner, held_out: Sequence[HeldOut]
-    ) -> Callable[..., Awaitable[tuple[dict[str, float], int]]] | None:
-        if not held_out:
-            return None
-        return partial(
-            evaluate_sets,
-            episodes,
-            held_out,
-            pass_threshold=self._config.evaluation.pass_threshold,
-            concurrency=self._config.rollout.max_concurrent_trajectories,
-        )
-
-    async def _serve(self, endpoints: Endpoints) -> None:
-        host = self._config.rollout.host
-        runner = web.AppRunner(endpoints.application(), shutdown_timeout=0.2, access_log=None)
-        await runner.setup()
-        self._exit.push_async_callback(runner.cleanup)
-        await web.TCPSite(runner, host, 0).start()
-        self._url = f"http://{setup.advertised_host(host)}:{runner.addresses[0][1]}"
-
-    async def _watch(self, fleet: Fleet) -> None:
-        self._fail(await fleet.watch())
+    async def _watch(self) -> None:
+        self._fail(await self._fleet.watch())
 
     def _fail(self, error: MegatronFRError) -> None:
         """The run cannot go on. An engine's death explains whatever else failed because of it."""
-        if self.failure.done() or self._fleet is None or self._rollouts is None:
-            return
-        self.failure.set_result(self._fleet.death() or error)
-        log.error("the run cannot go on: %s", self.failure.result())
-        self._in_background(self._rollouts.pool.stop())
+        if not self.failure.done():
+            self.failure.set_result(self._fleet.death() or error)
+            log.error("the run cannot go on: %s", self.failure.result())
+            self._ending = asyncio.create_task(self._rollouts.pool.stop())
 
-    def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
-        self._background.append(asyncio.create_task(work))
 
-    async def _end_background(self) -> None:
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+def load_tokenizer(path: str) -> Any:
+    """The policy's tokenizer; ModelError where there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(f"model.path={path!r} has no usable tokenizer: {reason}") from error
+
+
+def model_limits(spec: ModelSpec, max_context: int) -> ModelLimits:
+    """What trajectories of this model may contain; ModelError where the engine cannot serve it."""
+    if spec.unserved is not None:
+        raise ModelError(f"model.path is a model to convert but not to sample from: {spec.unserved}")
+    return ModelLimits(
+        vocab_size=spec.vocab,
+        max_context=max_context,
+        num_moe_layers=len(spec.moe_layers),
+        top_k=spec.top_k,
+        num_experts=spec.experts,
+        dense_layers=tuple(n for n in range(spec.layers) if n not in spec.moe_layers) if spec.moe else (),
+    )
+
+
+def engine_specs(config: RunConfig, device: Device, want_routes: bool) -> list[EngineSpec]:
+    """One specification an engine; ConfigError where there are fewer GPUs than they need."""
+    rollout = config.rollout
+    if device.kind == "cuda":
+        import torch
+
+        needed, visible = rollout.engines * rollout.engine_tp, torch.cuda.device_count()
+        if needed > visible:
+            raise ConfigError(
+                f"rollout.engines={rollout.engines} x rollout.engine_tp={rollout.engine_tp} need {needed} "
+                f"GPUs, {visible} are visible; start fewer engines, or show the rollout service more GPUs"
+            )
+    # An evaluation has as many trajectories under way as the runners, beside them.
+    trajectories = rollout.max_concurrent_trajectories * (2 if config.evaluation_sets else 1)
+    return [
+        EngineSpec(
+            model_path=config.model.path,
+            log_path=Path(config.output) / "logs" / f"engine-{index}.log",
+            device=device.kind,
+            dtype=config.model.dtype,
+            host=rollout.host,
+            port=rollout.engine_port + index if rollout.engine_port else 0,
+            index=index,
+            tensor=rollout.engine_tp,
+            max_context=rollout.max_context,
+            max_running=max(64, -(-trajectories // rollout.engines) + _SPARE_SLOTS),
+            return_routes=want_routes,
+            seed=config.seed + index,
+            start_timeout_s=rollout.start_timeout_s,
+            args=rollout.engine_args,
+        )
+        for index in range(rollout.engines)
+    ]

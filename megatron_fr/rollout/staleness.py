@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 
+
+@dataclass
 class StalenessGate:
     """A rollout starts only while ``started - failed - dropped < (consumed_batches + max_policy_lag + 1) * B``.
 
-    All counts run from the run's beginning. A rollout that is tried again counts as failed and as started once more.
-
-    Args:
-        batch_size: ``B``, trajectories a batch.
-        max_policy_lag: updates that may lie between sampling and training.
+    All counts run from the run's beginning. A rollout that is tried again counts as failed, and as started once more.
+    ``batch_size`` is ``B``; ``max_policy_lag`` updates may lie between sampling and training.
     """
 
-    def __init__(self, batch_size: int, max_policy_lag: int) -> None:
-        self._batch_size = batch_size
-        self._max_policy_lag = max_policy_lag
-        self.started = 0
-        self.failed = 0
-        self.dropped = 0
-        self.consumed_batches = 0
+    batch_size: int
+    max_policy_lag: int
+    started: int = 0
+    failed: int = 0  # ended without a trajectory
+    dropped: int = 0  # trajectory thrown away
+    consumed_batches: int = 0  # with or without an optimizer step
 
     @property
     def live(self) -> int:
@@ -29,24 +28,12 @@ class StalenessGate:
     @property
     def limit(self) -> int:
         """The bound on :attr:`live` at this moment."""
-        return (self.consumed_batches + self._max_policy_lag + 1) * self._batch_size
+        return (self.consumed_batches + self.max_policy_lag + 1) * self.batch_size
 
     def may_start(self, count: int = 1) -> bool:
         """Whether ``count`` more rollouts (those of one group) may start together."""
         return self.live + count <= self.limit
 
-    def start(self, count: int = 1) -> None:
-        """Count rollouts that begin."""
-        self.started += count
-
-    def fail(self, count: int = 1) -> None:
-        """Count rollouts that ended without a trajectory."""
-        self.failed += count
-
-    def drop(self, count: int = 1) -> None:
+    def drop(self, count: int) -> None:
         """Count rollouts whose trajectory is thrown away."""
         self.dropped += count
-
-    def commit(self) -> None:
-        """A batch was consumed, with or without an optimizer step."""
-        self.consumed_batches += 1

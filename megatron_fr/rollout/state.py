@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron_fr.errors import CheckpointError, TrajectoryError
-from megatron_fr.rollout.runner import Group, Member
-from megatron_fr.rollout.training import TrainingRollouts
+from megatron_fr.rollout.runner import Group, Member, TrainingRollouts
 from megatron_fr.trajectory import Trajectory, decode, encode
 
 
@@ -39,67 +38,48 @@ class Counters:
 
 @dataclass(frozen=True)
 class RolloutState:
-    """One instant of the service.
-
-    Attributes:
-        unfinished: rollouts to run again: ``group_id, prompt_id, index, attempt``.
-        prompts: digest of the prompts' ids in order, their number, and how they are shuffled.
-        ready: complete units, in the order in which they will be leased.
-        partial: members of groups that wait for their others.
-    """
+    """One instant of the service."""
 
     counters: Counters
-    unfinished: Sequence[Mapping[str, Any]]
-    prompts: Mapping[str, Any]
-    ready: Sequence[Trajectory]
-    partial: Sequence[Trajectory]
+    unfinished: Sequence[dict[str, Any]]  # rollouts to run again: group_id, prompt_id, index, attempt
+    prompts: dict[str, Any]  # the cursor's order
+    ready: Sequence[Trajectory]  # complete units, in the order in which they will be leased
+    partial: Sequence[Trajectory]  # members of groups that wait for their others
 
 
 def take_state(rollouts: TrainingRollouts, version: int) -> RolloutState:
     """The state now; call it in the event loop's thread. Payloads are shared, not copied."""
     unfinished, doomed, groups = rollouts.pool.snapshot()
     ready, partial, next_batch = rollouts.queue.snapshot()
-    return RolloutState(
-        counters=Counters(
-            version=version,
-            cursor=rollouts.cursor.position,
-            consumed_batches=rollouts.gate.consumed_batches,
-            started=rollouts.gate.started,
-            failed=rollouts.gate.failed,
-            dropped=rollouts.gate.dropped + doomed,
-            groups=groups,
-            next_batch=next_batch,
-            finished=rollouts.pool.finished,
-            refused=rollouts.pool.refused,
-        ),
-        unfinished=[
-            {"group_id": u.group.id, "prompt_id": u.group.prompt.id, "index": u.index, "attempt": u.attempt}
-            for u in unfinished
-        ],
-        prompts=rollouts.cursor.order,
-        ready=ready,
-        partial=partial,
+    counters = Counters(
+        version=version,
+        cursor=rollouts.cursor.position,
+        consumed_batches=rollouts.gate.consumed_batches,
+        started=rollouts.gate.started,
+        failed=rollouts.gate.failed,
+        dropped=rollouts.gate.dropped + doomed,
+        groups=groups,
+        next_batch=next_batch,
+        finished=rollouts.pool.finished,
+        refused=rollouts.pool.refused,
     )
+    again = [
+        {"group_id": m.group.id, "prompt_id": m.group.prompt.id, "index": m.index, "attempt": m.attempt}
+        for m in unfinished
+    ]
+    return RolloutState(counters, again, rollouts.cursor.order, ready, partial)
 
 
 def restore_state(rollouts: TrainingRollouts, state: RolloutState) -> None:
-    """Go on from ``state``; nothing runs yet.
-
-    Raises:
-        CheckpointError: the prompts are others than they were, or a trajectory does not fit the model.
-    """
-    changed = [
-        f"{name}: {state.prompts.get(name)!r} then, {value!r} now"
-        for name, value in rollouts.cursor.order.items()
-        if state.prompts.get(name) != value
-    ]
-    if changed:
+    """Go on from ``state``; nothing runs yet. Other prompts or another model than then are a CheckpointError."""
+    then, now = state.prompts, rollouts.cursor.order
+    differing = (name for name in now if then.get(name) != now[name])
+    if changed := [f"{name}: {then.get(name)!r} then, {now[name]!r} now" for name in differing]:
         raise CheckpointError(
             f"the checkpoint was made with other prompts ({'; '.join(changed)}); restore data.train, seed and "
             "data.shuffle, or start anew with checkpoint.resume=never"
         )
     counters = state.counters
-    by_id = {prompt.id: prompt for prompt in rollouts.prompts}
     rollouts.cursor.seek(counters.cursor)
     for name in ("consumed_batches", "started", "failed", "dropped"):
         setattr(rollouts.gate, name, getattr(counters, name))
@@ -107,6 +87,7 @@ def restore_state(rollouts: TrainingRollouts, state: RolloutState) -> None:
         rollouts.queue.restore(state.ready, state.partial, counters.next_batch)
     except TrajectoryError as error:
         raise CheckpointError(f"the checkpoint's trajectories do not fit this run: {error}") from error
+    by_id = {prompt.id: prompt for prompt in rollouts.prompts}
     groups = {u["group_id"]: Group(u["group_id"], by_id[u["prompt_id"]]) for u in state.unfinished}
     unfinished = [Member(groups[u["group_id"]], u["index"], u["attempt"]) for u in state.unfinished]
     rollouts.pool.restore(unfinished, counters.groups)
@@ -115,29 +96,16 @@ def restore_state(rollouts: TrainingRollouts, state: RolloutState) -> None:
 
 def encode_state(state: RolloutState) -> bytes:
     """Pack a state into one npz archive without pickles."""
-    head = {
-        "counters": asdict(state.counters),
-        "unfinished": [dict(u) for u in state.unfinished],
-        "prompts": dict(state.prompts),
-        "num_ready": len(state.ready),
-    }
+    head: dict[str, Any] = {"counters": asdict(state.counters), "num_ready": len(state.ready)}
+    head |= {"unfinished": state.unfinished, "prompts": state.prompts}
+    parts = {"head": json.dumps(head).encode(), "trajectories": encode([*state.ready, *state.partial])}
     buffer = io.BytesIO()
-    payload = encode([*state.ready, *state.partial])
-    np.savez(
-        buffer,
-        allow_pickle=False,
-        head=np.frombuffer(json.dumps(head).encode(), dtype=np.uint8),
-        trajectories=np.frombuffer(payload, dtype=np.uint8),
-    )
+    np.savez(buffer, allow_pickle=False, **{name: np.frombuffer(part, np.uint8) for name, part in parts.items()})
     return buffer.getvalue()
 
 
 def decode_state(payload: bytes) -> RolloutState:
-    """Undo :func:`encode_state`.
-
-    Raises:
-        CheckpointError: the bytes are not such an archive.
-    """
+    """Undo :func:`encode_state`; CheckpointError where the bytes are no such archive."""
     try:
         with np.load(io.BytesIO(payload), allow_pickle=False) as archive:
             head = json.loads(archive["head"].tobytes())
@@ -150,11 +118,7 @@ def decode_state(payload: bytes) -> RolloutState:
 
 
 def read_state(path: Path) -> RolloutState:
-    """The state in a file.
-
-    Raises:
-        CheckpointError: the file is missing or damaged.
-    """
+    """The state in a file; CheckpointError where it is missing or damaged."""
     try:
         return decode_state(path.read_bytes())
     except OSError as error:

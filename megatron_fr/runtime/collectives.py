@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -11,11 +11,7 @@ from megatron_fr.errors import MegatronFRError
 
 
 def from_rank_zero[T](make: Callable[[], T]) -> T:
-    """Call ``make`` on global rank 0 and return its result on every rank.
-
-    Raises:
-        MegatronFRError: ``make`` raised one; every rank raises it, so that none is left waiting in a collective.
-    """
+    """Call :func:`from_source` with rank 0 and the world."""
     return from_source(make, 0, None)
 
 
@@ -23,18 +19,16 @@ def from_source[T](make: Callable[[], T], source: int, group: dist.ProcessGroup 
     """Call ``make`` on global rank ``source`` and return its result on every rank of ``group`` (None: the world).
 
     Raises:
-        MegatronFRError: ``make`` raised one; every rank of the group raises it.
+        MegatronFRError: ``make`` raised one; every rank raises it, so that none is left waiting in a collective.
     """
     box: list[Any] = [None, None]
     if dist.get_rank() == source:
         try:
             box[0] = make()
         except MegatronFRError as error:
-            box[1] = (type(error), str(error))
+            box[1] = error
     if dist.get_world_size(group) > 1:
         dist.broadcast_object_list(box, src=source, group=group)
     if box[1] is not None:
-        kind, message = box[1]
-        raise kind(message)
-    result: T = box[0]
-    return result
+        raise box[1]
+    return cast(T, box[0])

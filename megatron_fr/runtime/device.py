@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +22,6 @@ class Device:
 
     @property
     def collective_backend(self) -> Literal["nccl", "gloo"]:
-        """Backend of the trainer's process groups."""
         return "nccl" if self.kind == "cuda" else "gloo"
 
     def transformer_impl(self, setting: Literal["auto", "te", "local"]) -> Literal["te", "local"]:
@@ -32,15 +30,16 @@ class Device:
         Raises:
             ConfigError: the setting means Transformer Engine, which cannot be used here.
         """
-        chosen = setting if setting != "auto" else ("te" if self.kind == "cuda" else "local")
-        if chosen == "te" and self.kind == "cpu":
+        if setting == "local" or (setting == "auto" and self.kind == "cpu"):
+            return "local"
+        if self.kind == "cpu":
             raise ConfigError("model.transformer_impl='te' needs a GPU; set model.transformer_impl=auto or local")
-        if chosen == "te" and importlib.util.find_spec("transformer_engine") is None:
+        if importlib.util.find_spec("transformer_engine") is None:
             raise ConfigError(
                 f"model.transformer_impl={setting!r} needs Transformer Engine, which is not installed; install "
                 "transformer-engine[pytorch], or set model.transformer_impl=local (slower)"
             )
-        return chosen
+        return "te"
 
 
 def resolve_device(setting: Literal["auto", "cpu", "cuda"]) -> Device:
@@ -49,30 +48,26 @@ def resolve_device(setting: Literal["auto", "cpu", "cuda"]) -> Device:
     Raises:
         ConfigError: there is no GPU, or none for this rank.
     """
-    if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
-        return Device("cpu", torch.device("cpu"))
-    if not torch.cuda.is_available():
+    if setting == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device='cuda', but torch finds no usable GPU; set device=auto or device=cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
-    visible = torch.cuda.device_count()
+    if setting == "cpu" or not torch.cuda.is_available():
+        return Device("cpu", torch.device("cpu"))
+    rank, visible = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))), torch.cuda.device_count()
     if visible == 1:  # the launcher shows each rank only its own GPU
-        local_rank = 0
-    if local_rank >= visible:
-        raise ConfigError(
-            f"device={setting!r}: local rank {local_rank} has no GPU, {visible} are visible; start fewer ranks"
-        )
-    return Device("cuda", torch.device("cuda", local_rank))
+        rank = 0
+    if rank >= visible:
+        raise ConfigError(f"device={setting!r}: local rank {rank} has no GPU, {visible} are visible; start fewer ranks")
+    return Device("cuda", torch.device("cuda", rank))
 
 
 def hide_gpu_packages() -> None:
-    """Hide optional packages of GPU kernels from imports, in a process without a GPU."""
-    # Without a CUDA driver flash_mla raises OSError, which Megatron-Core does not expect; flashinfer imports slowly.
+    """Hide GPU kernels from imports: flashinfer is slow; without a driver flash_mla's OSError ends Megatron-Core's."""
     for name in ("flash_mla", "flashinfer"):
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
 
 
 def prepare_process(device: Device) -> None:
-    """Prepare the process for the first ``import megatron.core``; a second call is harmless.
+    """Prepare the process for its first import of Megatron-Core; a second call is harmless.
 
     Raises:
         ConfigError: the device is the CPU, but Megatron-Core would use a GPU that torch sees.
@@ -83,33 +78,30 @@ def prepare_process(device: Device) -> None:
     if torch.cuda.is_available():
         raise ConfigError("device='cpu' on a machine with GPUs: hide them, start with CUDA_VISIBLE_DEVICES='' (empty)")
     hide_gpu_packages()
-    # Megatron-Core compiles small functions, which costs more time on a CPU than it saves.
+    # Compiling Megatron-Core's small functions costs more time on a CPU than it saves.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if "torch._dynamo.config" in sys.modules:  # imported earlier, so the variable comes too late
         setattr(sys.modules["torch._dynamo.config"], "disable", True)  # noqa: B010
 
 
-def split_gpus(visible: Sequence[str], *, trainer_ranks: int, engine_gpus: int) -> tuple[list[str], list[str]]:
-    """Give the first GPUs of a machine to trainer ranks and the next ones to engines.
-
-    Args:
-        visible: GPU names as in ``CUDA_VISIBLE_DEVICES``.
+def split_gpus(visible: list[str], *, trainer_ranks: int, engine_gpus: int) -> tuple[list[str], list[str]]:
+    """Give the first of the machine's GPUs to trainer ranks and the next ones to engines.
 
     Raises:
         ConfigError: there are too few GPUs.
     """
-    if trainer_ranks + engine_gpus > len(visible):
+    needed = trainer_ranks + engine_gpus
+    if needed > len(visible):
         raise ConfigError(
             f"parallel.world_size={trainer_ranks} trainer ranks and rollout.engines x rollout.engine_tp = "
-            f"{engine_gpus} need {trainer_ranks + engine_gpus} GPUs on this machine, {len(visible)} are visible; lower "
-            "one of them, or start trainer and rollout service on machines of their own"
+            f"{engine_gpus} need {needed} GPUs on this machine, {len(visible)} are visible; lower one of them, or "
+            "start trainer and rollout service on machines of their own"
         )
-    return list(visible[:trainer_ranks]), list(visible[trainer_ranks : trainer_ranks + engine_gpus])
+    return visible[:trainer_ranks], visible[trainer_ranks:needed]
 
 
 def visible_gpus() -> list[str]:
     """GPUs of this process, named as in ``CUDA_VISIBLE_DEVICES``."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name.strip() for name in named.split(",") if name.strip()]
     return [str(index) for index in range(torch.cuda.device_count())]

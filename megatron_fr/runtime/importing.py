@@ -1,4 +1,4 @@
-"""One resolver for everything that a user names by import path: agents, rewards, advantages, losses, transports."""
+"""One resolver for agents, rewards, advantages, losses and transports that a user names by import path."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ _PACKAGE = str(Path(__file__).parent.parent)
 
 
 def import_object(path: str, field: str) -> Any:
-    """The callable at ``module:name``, whose name may be dotted.
-
-    Args:
-        path: as the configuration gives it.
-        field: of the configuration, for the error message.
+    """Import the callable at ``module:name``, whose name may be dotted; ``field`` is that of the configuration.
 
     Raises:
         ConfigError: the path is malformed, cannot be imported, or names nothing that can be called.
@@ -34,11 +30,7 @@ def import_object(path: str, field: str) -> Any:
 
 
 def split_path(path: str, field: str) -> tuple[str, str]:
-    """Module and name of an import path.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Split an import path into module and name; raises ConfigError for a malformed one."""
     module, _, name = path.partition(":")
     if not (module and name):
         raise refusal(path, field, "is no import path")
@@ -46,12 +38,11 @@ def split_path(path: str, field: str) -> tuple[str, str]:
 
 
 def refusal(path: str, field: str, reason: str) -> ConfigError:
-    """The one error for an import path that cannot be used."""
     return ConfigError(f"{field}={path!r} {reason}; give module:name of a function or class on PYTHONPATH")
 
 
 def place_of(error: BaseException) -> str:
-    """File and line where the user's code raised ``error``: the first place outside this package, else the last."""
+    """Find file and line where the user's code raised ``error``: the first outside this package, else the last."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((f for f in frames if not f.filename.startswith(_PACKAGE)), frames[-1])
     return f"{frame.filename}:{frame.lineno}"

@@ -8,7 +8,9 @@ import os
 import random
 import socket
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from megatron_fr.errors import EngineError
 
@@ -16,24 +18,16 @@ _LOW, _HIGH = 20_000, 32_767
 _ATTEMPTS = 256
 
 
-class PortLease:
-    """A port that no other process of this project takes until :meth:`release`.
+@dataclass(frozen=True)
+class PortLease(contextlib.AbstractContextManager["PortLease"]):
+    """A port that no other process of this project takes until :meth:`release`, or until this process ends."""
 
-    The reservation is an advisory lock on a file, so it also ends with the process.
-    """
-
-    def __init__(self, port: int, lock_fd: int) -> None:
-        self.port = port
-        self._lock_fd = lock_fd
+    port: int
+    lock: BinaryIO
 
     def release(self) -> None:
         """Give the port back; a second call is harmless."""
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
-
-    def __enter__(self) -> PortLease:
-        return self
+        self.lock.close()
 
     def __exit__(self, *_: object) -> None:
         self.release()
@@ -45,10 +39,12 @@ def lease_free_port(host: str) -> PortLease:
     Raises:
         EngineError: no free port was found.
     """
-    high = min(_HIGH, _ephemeral_low() - 1)
-    for port in random.sample(range(_LOW, high + 1), min(_ATTEMPTS, max(0, high + 1 - _LOW))):
-        lease = _try_lease(host, port)
-        if lease is not None:
+    high = _HIGH
+    with contextlib.suppress(OSError):
+        high = min(high, int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]) - 1)
+    ports = range(_LOW, high + 1)
+    for port in random.sample(ports, min(_ATTEMPTS, len(ports))):
+        if (lease := _try_lease(host, port)) is not None:
             return lease
     raise EngineError(f"no free port found on {host} between {_LOW} and {high}; set rollout.engine_port to a free one")
 
@@ -64,42 +60,34 @@ def free_port(host: str) -> int:
             return lease.port
     except EngineError:
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        with socket.socket(family) as probe:
-            probe.bind((host, 0))
+        with socket.create_server((host, 0), family=family) as probe:
             return int(probe.getsockname()[1])
 
 
 def lease_port(host: str, port: int, field: str) -> PortLease:
-    """Reserve one given port.
+    """Reserve the port that ``field`` of the configuration gives.
 
     Raises:
-        EngineError: the port is in use or reserved by another run; the message names ``field``.
+        EngineError: the port is in use or reserved by another run.
     """
-    lease = _try_lease(host, port)
-    if lease is None:
-        raise EngineError(
-            f"{field}: port {port} on {host} is already in use; free it, choose another, or set it to 0 for free ports"
-        )
-    return lease
+    if (lease := _try_lease(host, port)) is not None:
+        return lease
+    raise EngineError(
+        f"{field}: port {port} on {host} is already in use; free it, choose another, or set it to 0 for free ports"
+    )
 
 
 def _try_lease(host: str, port: int) -> PortLease | None:
     folder = Path(tempfile.gettempdir()) / f"megatron-fr-ports-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    fd = os.open(folder / str(port), os.O_CREAT | os.O_RDWR, 0o600)
+    lock = (folder / str(port)).open("wb")
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Servers bind with SO_REUSEADDR, so a port in TIME_WAIT counts as free.
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
     except OSError:
-        os.close(fd)
+        lock.close()
         return None
-    return PortLease(port, fd)
-
-
-def _ephemeral_low() -> int:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    return 32_768
+    return PortLease(port, lock)

@@ -73,7 +73,7 @@ class TrainerLoop:
                     metrics |= self._evaluate(f"update-{position.update}")
             finally:  # an interrupted evaluation does not cost the update's own metrics
                 self.record(metrics)
-            self.checkpoints.poll()
+            self.checkpoints.finish(wait=False)
             if self._due(config.checkpoint.every):
                 self.checkpoints.begin(update=position.update, version=position.version, score=position.score)
             if self._due(config.checkpoint.hf_every):

@@ -14,13 +14,14 @@ from megatron_fr.config import RunConfig
 from megatron_fr.hf.export import iter_hf_tensors
 from megatron_fr.hf.folder import read_spec, resolve_folder
 from megatron_fr.hf.model import load_hf_weights, save_hf_folder
+from megatron_fr.models.layouts import uses_sequence_parallel
 from megatron_fr.models.spec import ModelSpec
 from megatron_fr.runtime.device import Device
 from megatron_fr.trainer.data.batch import BatchLayout, RouteShape
 from megatron_fr.trainer.data.context import ContextGroup
 from megatron_fr.trainer.head import LogprobHead
 from megatron_fr.trainer.logprob import LogprobSettings
-from megatron_fr.trainer.model import build_model, torch_dtype, uses_sequence_parallel
+from megatron_fr.trainer.model import build_model, torch_dtype
 from megatron_fr.trainer.objective import Objective
 from megatron_fr.trainer.optimizer import make_optimizer, make_schedule, wrap_for_training
 from megatron_fr.trainer.routing_replay import RoutingReplay

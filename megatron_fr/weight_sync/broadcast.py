@@ -5,19 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from megatron_fr.errors import SyncError
 from megatron_fr.runtime.ports import free_port
 from megatron_fr.weight_sync.buckets import Bucket, buckets, take_bytes
-from megatron_fr.weight_sync.group import join_update_group
 from megatron_fr.weight_sync.transport import TransportContext
 
 #: Seconds in which an engine whose broadcast broke off says why.
 _REASON_S = 5.0
+_c10d: Any = distributed_c10d  # its private parts have no types
 
 
 class BroadcastTransport:
@@ -33,38 +35,25 @@ class BroadcastTransport:
         self._name = ""
 
     def connect(self) -> None:
-        """Form the group; every engine is asked at once, since each waits for the others.
-
-        Raises:
-            SyncError: names the engines that did not join.
-        """
+        """Form the group, or raise SyncError with the engines that did not join."""
         context, urls = self._context, self._engines.urls
-        timeout_s = context.config.timeout_s
         port = free_port(context.host)
         self._name = f"megatron_fr_{port}"  # engines may still know the group of an earlier trainer
+        world_size = 1 + len(urls) * context.engine_tp
         body = {"master_address": context.host, "master_port": port, "backend": context.backend}
-        body["group_name"] = self._name
-        body["world_size"] = world_size = 1 + len(urls) * context.engine_tp
-        joining = [
+        body |= {"group_name": self._name, "world_size": world_size}
+        joining = [  # all at once: each waits for the others
             self._engines.start(url, "/init_weights_update_group", body | {"rank_offset": 1 + i * context.engine_tp})
             for i, url in enumerate(urls)
         ]
         try:
-            self._group = join_update_group(
-                backend=context.backend,
-                host=context.host,
-                port=port,
-                world_size=world_size,
-                rank=0,
-                name=self._name,
-                timeout_s=timeout_s,
-            )
+            self._group = self._join(f"tcp://{context.host}:{port}", world_size)
         except RuntimeError as error:  # torch's DistStoreError and gloo's connect errors are RuntimeErrors
             silent = [url for url, future in zip(urls, joining, strict=True) if not future.done() or future.exception()]
             raise SyncError(
-                f"weight-update group on {context.host}:{port} did not form within sync.timeout_s={timeout_s:g}; "
-                f"engines that did not join: {', '.join(silent) or 'none'} ({error}); for engines that cannot join, "
-                "set sync.transport=disk"
+                f"weight-update group on {context.host}:{port} did not form within sync.timeout_s="
+                f"{context.config.timeout_s:g}; engines that did not join: {', '.join(silent) or 'none'} ({error}); "
+                "for engines that cannot join, set sync.transport=disk"
             ) from error
         for future in joining:
             future.result()
@@ -82,8 +71,23 @@ class BroadcastTransport:
         """Leave the group; the engines notice when they next use it."""
         self._group = None
 
+    def _join(self, address: str, world_size: int) -> Any:
+        """Join, as rank 0, a group whose members have different default groups.
+
+        ``torch.distributed.new_group`` only makes subsets of the default group. SGLang's engines join in the same way:
+        their store prefix is the group's name, and ranks are the members' own.
+        """
+        limit = timedelta(seconds=self._context.config.timeout_s)
+        store, rank, _ = next(_c10d.rendezvous(address, 0, world_size, timeout=limit))
+        store.set_timeout(limit)
+        backend, prefixed = _c10d.Backend(self._context.backend), _c10d.PrefixStore(self._name, store)
+        group, _ = _c10d._new_process_group_helper(
+            world_size, rank, [], backend, prefixed, group_name=self._name, timeout=limit
+        )
+        _c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+        return group
+
     def _send(self, bucket: Bucket, version: int | None) -> None:
-        first = bucket[0][0]
         body: dict[str, Any] = {
             "names": [name for name, _ in bucket],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
@@ -107,7 +111,7 @@ class BroadcastTransport:
         except RuntimeError as error:  # of the backend: a member is gone
             wait(pending, timeout=_REASON_S, return_when=FIRST_EXCEPTION)
             _raise_first(pending)
-            raise SyncError(f"the broadcast of {first} and following broke off: {error}") from error
+            raise SyncError(f"the broadcast of {body['names'][0]} and following broke off: {error}") from error
         for future in pending:
             future.result()
 

@@ -1,6 +1,6 @@
 """Transport ``disk``: rank 0 writes each version as a Hugging Face folder, which the engines load.
 
-It is for engines that cannot join a process group with the trainer. Trainer and engines see the folder under one path.
+It serves engines that cannot join a process group with the trainer. Both see the folder under one path.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron_fr.errors import ModelError, SyncError
+from megatron_fr.hf.atomic import sync_path
 from megatron_fr.hf.folder import copy_other_files
 from megatron_fr.hf.weights import INDEX_NAME
 from megatron_fr.weight_sync.buckets import buckets
@@ -34,11 +35,7 @@ class DiskTransport:
         self._newest: Path | None = None
 
     def connect(self) -> None:
-        """Make the folder.
-
-        Raises:
-            SyncError: it cannot be made.
-        """
+        """Make the folder, or raise SyncError."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -47,15 +44,14 @@ class DiskTransport:
     def publish(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See :class:`~megatron_fr.weight_sync.transport.Transport`."""
         target = self._folder / f"version-{version:06d}"
-        work = self._folder / f"version-{version:06d}.tmp"
+        work = target.with_suffix(".tmp")
         try:
             for old in self._folder.glob("version-*"):  # also those of an earlier run
                 if old != self._newest:
                     shutil.rmtree(old)
             work.mkdir()
             self._write(tensors, work)
-            if target.exists():  # the same version pushed again
-                shutil.rmtree(target)
+            shutil.rmtree(target, ignore_errors=True)  # the same version pushed again
             os.rename(work, target)
         except (OSError, SafetensorError, ModelError) as error:
             raise self._refusal(error) from error
@@ -70,20 +66,15 @@ class DiskTransport:
 
     def _write(self, tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
         weight_map: dict[str, str] = {}
-        total = 0
         for i, bucket in enumerate(buckets(tensors, max_bytes=self._context.config.bucket_mb * 2**20), start=1):
             path = folder / f"model-{i:05d}.safetensors"
-            names = [name for name, _ in bucket]
             # Copies: tensors that share memory are refused, and views of a fused parameter do.
             copies = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in bucket}
-            total += sum(tensor.nbytes for tensor in copies.values())
             bucket.clear()
             save_file(copies, path, {"format": "pt"})
-            with path.open("rb") as file:
-                os.fsync(file.fileno())  # what a full or distant disk could not keep is found here
-            weight_map |= dict.fromkeys(names, path.name)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+            sync_path(path)  # raises what a full or distant disk could not keep
+            weight_map |= dict.fromkeys(copies, path.name)
+        (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
         copy_other_files(self._context.model_folder, folder)
 
     def _refusal(self, error: Exception) -> SyncError:

@@ -13,29 +13,20 @@ from megatron_fr.errors import SyncError
 
 
 class EngineCalls:
-    """Owned by trainer rank 0.
-
-    Args:
-        urls: base addresses of the engines.
-        timeout_s: seconds that one request may take.
-    """
+    """Calls engines by their base addresses; one request may take ``timeout_s`` seconds. Owned by trainer rank 0."""
 
     def __init__(self, urls: Sequence[str], timeout_s: float) -> None:
         self.urls = list(urls)
         self._timeout_s = timeout_s
         self._http = httpx.Client(timeout=timeout_s, trust_env=False)
-        self._threads = ThreadPoolExecutor(max_workers=max(1, len(self.urls)), thread_name_prefix="weight-sync")
+        self._threads = ThreadPoolExecutor(max(1, len(self.urls)), thread_name_prefix="weight-sync")
 
     def start(self, url: str, path: str, body: Mapping[str, Any]) -> Future[Any]:
-        """POST ``body`` to one engine in a thread; the result is the answer's JSON, or a SyncError."""
+        """POST ``body`` to one engine in a thread; the future has the answer's JSON, or a SyncError."""
         return self._threads.submit(self._post, url, path, body)
 
     def post(self, path: str, body: Mapping[str, Any]) -> list[Any]:
-        """POST ``body`` to every engine and wait; the answers' JSON in the order of ``urls``.
-
-        Raises:
-            SyncError: names the engine that refused, or did not answer in time.
-        """
+        """POST ``body`` to every engine; returns the answers' JSON in the order of ``urls``, or raises SyncError."""
         return [future.result() for future in [self.start(url, path, body) for url in self.urls]]
 
     def close(self) -> None:
@@ -46,15 +37,11 @@ class EngineCalls:
     def _post(self, url: str, path: str, body: Mapping[str, Any]) -> Any:
         try:
             response = self._http.post(url + path, json=dict(body))
-        except httpx.TimeoutException as error:
-            raise SyncError(
-                f"engine {url}{path}: no answer within sync.timeout_s={self._timeout_s:g}; see the engine's log, or "
-                "raise it"
-            ) from error
         except httpx.HTTPError as error:
-            raise SyncError(
-                f"engine {url}{path}: the connection broke off ({type(error).__name__}: {error}); see the engine's log"
-            ) from error
+            reason = f"the connection broke off ({type(error).__name__}: {error}); see the engine's log"
+            if isinstance(error, httpx.TimeoutException):
+                reason = f"no answer within sync.timeout_s={self._timeout_s:g}; see the engine's log, or raise it"
+            raise SyncError(f"engine {url}{path}: {reason}") from error
         try:
             answer = response.json()
         except ValueError:

@@ -21,46 +21,35 @@ _BUILT_IN = {
 
 @dataclass(frozen=True)
 class TransportContext:
-    """What a transport is built from.
+    """What a transport is built from."""
 
-    Attributes:
-        engines: addresses and HTTP interface of the engines.
-        shapes: of a push's tensors by Hugging Face name, in their order.
-        config: the section ``sync``; ``transport_args`` are the transport's own options.
-        engine_tp: ranks of one engine.
-        backend: of a process group with the engines, "nccl" or "gloo".
-        host: this machine's address as the engines reach it.
-        model_folder: the Hugging Face folder that the model came from.
-        output: the run's folder.
-    """
-
-    engines: EngineCalls
-    shapes: Mapping[str, tuple[int, ...]]
-    config: SyncConfig
-    engine_tp: int
-    backend: str
-    host: str
-    model_folder: Path
-    output: Path
+    engines: EngineCalls  #: addresses and HTTP interface of the engines
+    shapes: Mapping[str, tuple[int, ...]]  #: shapes of a push's tensors by Hugging Face name, in their order
+    config: SyncConfig  #: the section ``sync``; ``transport_args`` are the transport's own options
+    engine_tp: int  #: ranks of one engine
+    backend: str  #: "nccl" or "gloo", for a process group with the engines
+    host: str  #: this machine's address as the engines reach it
+    model_folder: Path  #: the Hugging Face folder that the model came from
+    output: Path  #: the run's folder
 
 
 class Transport(Protocol):
     """Brings tensors to all engines. Built on trainer rank 0 with a :class:`TransportContext`.
 
-    Generations are paused in place while :meth:`publish` runs, and go on after it. An exception ends the run; raise
+    Generations are paused in place while :meth:`publish` runs. An exception ends the run; raise
     :class:`~megatron_fr.errors.SyncError` with the engine and a remedy.
     """
 
     def connect(self) -> None:
-        """Prepare; called once, before the first :meth:`publish`."""
+        """Prepare, or raise SyncError; called once, before the first :meth:`publish`."""
 
     def publish(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Load the tensors into every engine and label its weights ``version`` last, when all have arrived.
 
         Args:
-            tensors: Hugging Face names and whole tensors on the trainer's device. They come once, one at a time, and
-                may share memory with the model: do not write to them. Reading on raises SyncError where the model's
-                list and the tensors disagree, before the end.
+            tensors: Hugging Face names and whole tensors on the trainer's device, to be read once. They may share
+                memory with the model: do not write to them. The iterator raises SyncError, before its end, where they
+                are not the model's.
         """
 
     def close(self) -> None:
@@ -68,10 +57,6 @@ class Transport(Protocol):
 
 
 def make_transport(context: TransportContext) -> Transport:
-    """The transport that ``sync.transport`` names.
-
-    Raises:
-        ConfigError: its module or class cannot be imported.
-    """
+    """Build the transport that ``sync.transport`` names, or raise ConfigError where it cannot be imported."""
     name = context.config.transport
     return cast(Transport, import_object(_BUILT_IN.get(name, name), "sync.transport")(context))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fr.tiny import make_tokenizer
+from tools.tiny import make_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from megatron_fr.agents.chat import Chat
 from megatron_fr.agents.python_schema import PYTHON_TOOL_SCHEMA
 from megatron_fr.errors import ModelError
-from megatron_fr.tiny import make_tokenizer, make_untrained
+from tools.tiny import make_tokenizer, make_untrained
 
 TOOLS = [PYTHON_TOOL_SCHEMA]
 USER = {"role": "user", "content": "Compute 12 * 34."}

@@ -17,10 +17,10 @@ from megatron_fr.agents.python_tool import PythonToolAgent
 from megatron_fr.agents.registry import make_agent
 from megatron_fr.config import AgentConfig, ToolLimits
 from megatron_fr.errors import ConfigError
-from megatron_fr.tiny import make_tokenizer
-from megatron_fr.tiny.traces import MODES, Mode, trace
-from megatron_fr.tiny.warmup import encode_trace
 from tests.support.scripted import ScriptedSession
+from tools.tiny import make_tokenizer
+from tools.tiny.traces import MODES, Mode, trace
+from tools.tiny.warmup import encode_trace
 
 QUESTION = Prompt("q", ({"role": "user", "content": "Compute 37 * 48, then subtract 159 from the result."},))
 

@@ -5,7 +5,7 @@ import statistics
 import pytest
 import torch
 
-from megatron_fr.algorithm import RewardBatch, batch_mean_advantages, compute_advantages, has_signal
+from megatron_fr.algorithm import RewardBatch, compute_advantages, has_signal
 from megatron_fr.algorithm.advantage import GROUP_STD_EPS
 
 
@@ -17,12 +17,12 @@ REWARDS = torch.tensor([1.0, 0.0, 0.25, 0.75, 0.0, 1.0], dtype=torch.float64)
 
 
 def test_two_successes_in_five_get_plus_0_6_and_the_failures_minus_0_4():
-    advantages = batch_mean_advantages(torch.tensor([1.0, 0, 0, 1.0, 0], dtype=torch.float64))
+    advantages = advantages_of("batch_mean", torch.tensor([1.0, 0, 0, 1.0, 0], dtype=torch.float64))
     assert advantages.tolist() == pytest.approx([0.6, -0.4, -0.4, 0.6, -0.4], abs=1e-15)
 
 
 def test_batch_mean_does_not_divide_by_the_standard_deviation():
-    assert torch.allclose(batch_mean_advantages(REWARDS * 10), batch_mean_advantages(REWARDS) * 10)
+    assert torch.allclose(advantages_of("batch_mean", REWARDS * 10), advantages_of("batch_mean", REWARDS) * 10)
 
 
 def test_leave_one_out_compares_with_the_mean_of_the_others():
@@ -57,7 +57,7 @@ def test_positive_only_zeroes_the_failures_and_none_is_the_raw_reward():
 
 def test_float32_rewards_are_averaged_in_float64():
     rewards = torch.tensor([1e8, 1.0, -1e8], dtype=torch.float32)
-    got = batch_mean_advantages(rewards)
+    got = advantages_of("batch_mean", rewards)
     assert got.dtype == torch.float32
     assert got[1].item() == pytest.approx(2 / 3, rel=1e-6)
 
@@ -75,11 +75,11 @@ def test_what_makes_no_sense_is_refused_with_the_reason():
     with pytest.raises(ValueError, match="unknown; choose one of batch_mean, group"):
         advantages_of("mean", REWARDS)
     with pytest.raises(ValueError, match="reward 1 is nan"):
-        batch_mean_advantages(torch.tensor([1.0, float("nan")]))
+        advantages_of("batch_mean", torch.tensor([1.0, float("nan")]))
     with pytest.raises(ValueError, match="expected \\[B\\]"):
-        batch_mean_advantages(torch.zeros(0))
+        advantages_of("batch_mean", torch.zeros(0))
     with pytest.raises(TypeError, match="int64"):
-        batch_mean_advantages(torch.tensor([1, 0]))
+        advantages_of("batch_mean", torch.tensor([1, 0]))
     with pytest.raises(ValueError, match="needs group_ids"):
         advantages_of("group", REWARDS)
     with pytest.raises(ValueError, match="2 group_ids for 6 rewards"):

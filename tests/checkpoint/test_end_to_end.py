@@ -27,7 +27,7 @@ from megatron_fr.convert.calibration import read_calibration
 from megatron_fr.observe.metrics import read_metrics
 from megatron_fr.rollout.state import read_state
 from megatron_fr.runtime.spawn import tied_to_us
-from megatron_fr.tiny import make_untrained
+from tools.tiny import make_untrained
 
 pytestmark = pytest.mark.slow
 TOOLS = Path(__file__).resolve().parents[2] / "tools"

@@ -19,13 +19,12 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from megatron_fr.checkpoint.store import (
     all_checkpoints,
-    find_damage,
+    check_sizes,
     lock_output,
     read_record,
     remove_unfinished,
 )
 from megatron_fr.errors import CheckpointError
-from megatron_fr.tiny import make_untrained
 from tests.support.layout_ranks import (
     Job,
     failing_writes,
@@ -36,6 +35,7 @@ from tests.support.layout_ranks import (
 )
 from tests.support.parallel_launch import run_ranks
 from tests.support.small_disk import SmallDisk
+from tools.tiny import make_untrained
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -152,7 +152,7 @@ def check_conversion(run: Path, weights: dict[str, torch.Tensor], model: Path, t
 
     model.rename(tmp_path / "elsewhere")  # so that nothing can be taken from there
     (checkpoint,) = all_checkpoints(run)
-    assert find_damage(checkpoint) is None
+    check_sizes(checkpoint)
     out, other = tmp_path / "hf", tmp_path / "hf-other"
     convert(checkpoint, out, "--verify")
     converted = load_file(out / "model.safetensors")
@@ -171,7 +171,8 @@ def check_conversion(run: Path, weights: dict[str, torch.Tensor], model: Path, t
     convert(checkpoint, other, "--hf-dir", str(override))
     assert (other / "generation_config.json").read_text() == '{"temperature": 0.5}'
     (checkpoint / "hf" / "config.json").write_text("{}")
-    assert find_damage(checkpoint) == "hf/config.json has 2 bytes, expected " + str(len(source["config.json"]))
+    with pytest.raises(CheckpointError, match=f"^hf/config.json has 2 bytes, expected {len(source['config.json'])}$"):
+        check_sizes(checkpoint)
 
 
 def convert(checkpoint: Path, out: Path, *options: str) -> None:
@@ -192,7 +193,8 @@ def test_a_full_disk_is_one_error_and_earlier_and_later_checkpoints_are_whole(tm
     assert "could not be written (Not a directory)" in errors["unwritable"]
     found = all_checkpoints(tmp_path / "run")
     assert [folder.name for folder in found] == ["update-000003", "update-000001"]
-    assert [find_damage(folder) for folder in found] == [None, None]
+    for folder in found:
+        check_sizes(folder)
     assert len(list((tmp_path / "run" / "training_state").iterdir())) == 2  # nothing half-written lies about
     # Of a series the newest and the two best stay (the newer of equals among them). Update 11 could not be deleted,
     # which is no failure of the checkpoints that were written after it.
@@ -213,7 +215,8 @@ def test_a_file_system_that_is_really_full_is_one_error_and_the_next_save_goes_o
     assert "Earlier checkpoints are untouched" in error
     output = small_disk.folder / "run"
     assert [folder.name for folder in all_checkpoints(output)] == ["update-000003", "update-000001"]
-    assert [find_damage(folder) for folder in all_checkpoints(output)] == [None, None]
+    for folder in all_checkpoints(output):
+        check_sizes(folder)
     assert len(list((output / "training_state").iterdir())) == 2
 
 

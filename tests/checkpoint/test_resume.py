@@ -22,9 +22,9 @@ from megatron_fr.config import RunConfig, load_config
 from megatron_fr.observe.metrics import read_metrics
 from megatron_fr.rollout.cursor import PromptCursor
 from megatron_fr.rollout.state import read_state
-from megatron_fr.tiny import make_untrained
 from tests.support.parallel_launch import end_process, fork_process
 from tests.support.recorded import PROMPTS, VOCAB, Server
+from tools.tiny import make_untrained
 
 pytestmark = pytest.mark.slow
 

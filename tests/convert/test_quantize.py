@@ -21,9 +21,9 @@ from megatron_fr.convert.quantize import load_quantized
 from megatron_fr.errors import ModelError
 from megatron_fr.rollout.state import Counters, RolloutState, encode_state
 from megatron_fr.runtime.device import prepare_process, resolve_device
-from megatron_fr.tiny import make_untrained
 from megatron_fr.trajectory import Trajectory
 from tests.support.small_disk import SmallDisk
+from tools.tiny import make_untrained
 
 ROOT = Path(__file__).resolve().parents[2]
 

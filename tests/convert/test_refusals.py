@@ -22,11 +22,12 @@ from megatron_fr.convert import megatron
 from megatron_fr.convert.megatron import convert_hf_to_megatron, convert_megatron_to_hf
 from megatron_fr.convert.stored import StoredTensors
 from megatron_fr.errors import ConfigError, ModelError
-from megatron_fr.tiny import make_untrained
 from tests.support.conversions import assert_equal_folders, convert_on_ranks, snapshot, to_megatron
 from tests.support.parallel_launch import end_process, fork_process, run_ranks
 from tests.support.small_disk import SmallDisk
+from tools.tiny import make_untrained
 
+pytestmark = pytest.mark.slow  # the checkpoint to damage is made on two ranks
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 DOWN = "model.layers.0.mlp.experts.0.down_proj.weight"
 
@@ -248,7 +249,6 @@ def test_a_result_with_other_files_is_replaced_only_when_asked(
     assert not (out / "notes.txt").exists()
 
 
-@pytest.mark.slow
 def test_neither_conversion_replaces_what_it_reads_or_a_folder_of_other_things(
     pristine: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -304,7 +304,6 @@ def convert_on_small_disk(source: Path, checkpoint: Path, disk: SmallDisk) -> li
     return errors
 
 
-@pytest.mark.slow
 def test_a_full_disk_is_one_error_and_leaves_the_target_as_it_was(
     pristine: tuple[Path, Path], small_disk: SmallDisk
 ) -> None:
@@ -333,7 +332,6 @@ def stop_half_way(kind: str, source: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["hf", "megatron"])
-@pytest.mark.slow
 def test_a_killed_conversion_leaves_no_result_and_the_next_one_cleans_up(
     pristine: tuple[Path, Path], tmp_path: Path, kind: str
 ) -> None:

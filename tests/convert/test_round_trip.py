@@ -18,9 +18,9 @@ from megatron_fr.errors import ModelError
 from megatron_fr.hf.export import hf_tensor_specs
 from megatron_fr.hf.folder import read_spec
 from megatron_fr.hf.weights import write_weights
-from megatron_fr.tiny import make_untrained
 from tests.support.conversions import assert_equal_folders, convert_on_ranks, tensors
 from tests.support.parallel_launch import initialize_layout, run_ranks
+from tools.tiny import make_untrained
 
 pytestmark = pytest.mark.slow
 FILE_BYTES = 20_000_000

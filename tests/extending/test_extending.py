@@ -24,13 +24,13 @@ from megatron_fr.algorithm import RewardBatch
 from megatron_fr.config import RunConfig, load_config
 from megatron_fr.engines.client import EngineClient
 from megatron_fr.engines.fleet import Fleet
-from megatron_fr.rollout.episode import EpisodeRunner
 from megatron_fr.rollout.evaluate import evaluate_sets, load_held_out
-from megatron_fr.tiny import make_tokenizer
+from megatron_fr.rollout.session import EpisodeRunner
 from megatron_fr.trainer.data.batch import build_micro_batch
 from megatron_fr.trainer.objective import BatchConstants, Objective
 from megatron_fr.trajectory import ModelLimits, Trajectory
 from tests.support.samples import trajectory
+from tools.tiny import make_tokenizer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
 FILES = {

@@ -22,8 +22,8 @@ from megatron_fr.errors import ConfigError, ModelError
 from megatron_fr.hf.folder import read_spec
 from megatron_fr.hf.model import load_hf_weights, save_hf_folder
 from megatron_fr.hf.weights import open_weights
-from megatron_fr.tiny import make_untrained
 from tests.support.parallel_launch import run_ranks
+from tools.tiny import make_untrained
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fr.tiny import make_untrained
+from tools.tiny import make_untrained
 
 
 @pytest.fixture(scope="session")

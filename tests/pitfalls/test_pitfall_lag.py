@@ -106,7 +106,6 @@ def train(*, runners: int, update_s: float, max_policy_lag: int = 100, seed: int
             gate,
             queue,
             runners=runners,
-            group_size=1,
             on_fatal=pytest.fail,
         )
         pool.start()
@@ -123,7 +122,7 @@ def train(*, runners: int, update_s: float, max_policy_lag: int = 100, seed: int
                 seen.waiting.append(queue.queued)
             version += 1
             queue.commit(batch.batch_id)
-            gate.commit()
+            gate.consumed_batches += 1
             pool.wake()
         await pool.stop()
         assert gate.failed == gate.dropped == 0

@@ -11,9 +11,9 @@ from megatron_fr.algorithm.loss import flash_reinforce_loss
 from megatron_fr.config import ParallelConfig
 from megatron_fr.models.registry import model_spec
 from megatron_fr.runtime.device import prepare_process, resolve_device
-from megatron_fr.tiny.model import tiny_config
 from megatron_fr.trainer.logprob import LogprobSettings, head_logprobs
 from megatron_fr.trainer.model import build_transformer_config
+from tools.tiny.model import tiny_config
 
 DEVICE = resolve_device("cpu")
 prepare_process(DEVICE)

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fr.config import ParallelConfig
 from megatron_fr.models.registry import model_spec
 from megatron_fr.runtime.device import prepare_process, resolve_device
-from megatron_fr.tiny.model import tiny_config
 from megatron_fr.trainer.model import build_transformer_config
 from megatron_fr.trainer.routing_replay import MicroBatchRoutes, RoutingReplay
+from tools.tiny.model import tiny_config
 
 DEVICE = resolve_device("cpu")
 prepare_process(DEVICE)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_fr.tiny import make_untrained
 from megatron_fr.trajectory import Trajectory, encode
 from tests.support.parallel_launch import run_ranks
 from tests.support.pitfall_ranks import make_batch, observe_faults, observe_updates
+from tools.tiny import make_untrained
 
 pytestmark = pytest.mark.slow
 

@@ -25,13 +25,13 @@ from megatron_fr.hf.folder import read_spec
 from megatron_fr.models.registry import model_spec
 from megatron_fr.models.spec import ModelSpec
 from megatron_fr.runtime.device import resolve_device
-from megatron_fr.tiny import make_untrained
-from megatron_fr.tiny.model import Family, tiny_config
 from megatron_fr.trainer.data.batch import BatchLayout, RouteShape, build_micro_batch
 from megatron_fr.trainer.logprob import LogprobSettings, head_logprobs
 from megatron_fr.trainer.model import build_transformer_config
 from megatron_fr.trajectory import NO_VERSION, Trajectory
 from tests.support.parallel_launch import initialize_layout, run_ranks
+from tools.tiny import make_untrained
+from tools.tiny.model import Family, tiny_config
 
 DENSE: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 28}
 SMALL = DENSE | {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from megatron_fr.engines.engine import Engine, EngineSpec
-from megatron_fr.tiny import make_untrained
 from megatron_fr.trajectory import ModelLimits
+from tools.tiny import make_untrained
 
 MAX_CONTEXT = 1024
 #: Prompts above this many tokens are processed in parts.
@@ -29,7 +29,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="session")
 def limits() -> ModelLimits:
-    from megatron_fr.tiny.model import VOCAB_SIZE
+    from tools.tiny.model import VOCAB_SIZE
 
     return ModelLimits(vocab_size=VOCAB_SIZE, max_context=MAX_CONTEXT, num_moe_layers=2, top_k=2, num_experts=8)
 

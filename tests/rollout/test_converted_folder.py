@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from megatron_fr.engines.engine import Engine, EngineSpec
 from megatron_fr.rollout.session import EngineSession
-from megatron_fr.tiny import make_untrained
 from megatron_fr.trajectory import ModelLimits, Trajectory
 from tests.rollout.test_session import connect, finish
+from tools.tiny import make_untrained
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 VOCAB = 515  # odd: TP 2 pads it

@@ -15,7 +15,7 @@ from aiohttp import web
 from megatron_fr.agents.contract import Prompt
 from megatron_fr.errors import RolloutEnded
 from megatron_fr.rollout.endpoints import Endpoints
-from megatron_fr.rollout.event_loop_delay import EventLoopDelay
+from megatron_fr.rollout.metrics import EventLoopDelay
 from megatron_fr.rollout.probe import ProbeSampler
 from megatron_fr.trajectory import decode
 from tests.rollout.test_misbehaving_engine import LIMITS, answer, engine
@@ -78,7 +78,9 @@ def test_a_failed_probe_may_be_repeated_unless_the_run_cannot_go_on(died: bool) 
         async with engine(b"<html>", sound) as (client, _):
             failure = asyncio.get_running_loop().create_future()
             prompts = [Prompt("p", ({"role": "user", "content": "hello"},))]
-            probe = ProbeSampler(lambda *_, **__: {"input_ids": [1, 2, 3]}, prompts, LIMITS, want_routes=False)
+            probe = ProbeSampler(
+                lambda *_, **__: {"input_ids": [1, 2, 3]}, prompts, LIMITS, want_routes=False, template_kwargs={}
+            )
             async with serve(failure, SimpleNamespace(client=lambda _: client), probe=probe) as (url, http):
                 body = {"engine": client.url, "max_tokens": 2}
                 async with http.post(url + "/probe", json=body) as response:

@@ -141,7 +141,7 @@ def test_an_engine_without_routes_is_found_by_the_probe_and_dies_with_its_owner(
             from megatron_fr.engines.client import EngineClient
             from megatron_fr.engines.engine import Engine, EngineSpec
             from megatron_fr.engines.probe import probe_engine
-            from megatron_fr.tiny.model import VOCAB_SIZE
+            from tools.tiny.model import VOCAB_SIZE
             from megatron_fr.trajectory import ModelLimits
 
             async def main():

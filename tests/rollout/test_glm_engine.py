@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from megatron_fr.engines.engine import Engine, EngineSpec
 from megatron_fr.hf.folder import read_spec
+from megatron_fr.rollout.service import model_limits
 from megatron_fr.rollout.session import EngineSession
-from megatron_fr.rollout.setup import model_limits
-from megatron_fr.tiny import make_untrained
 from megatron_fr.trajectory import ModelLimits, Trajectory
 from megatron_fr.weight_sync.publisher import WeightPublisher
 from tests.rollout.test_session import connect, finish
 from tests.support.transports import make_context, weights
+from tools.tiny import make_untrained
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ async def engine(*answers: Any, timeout_s: float = 5.0) -> AsyncIterator[tuple[E
         (answer([1, 2], output_token_logprobs=[[-1.0, 1]]), "1 rows for 2 tokens"),
         (answer([1, 2], output_token_logprobs=[[-1.0, 2], [-1.0, 1]]), r"output_token_logprobs\[0\]"),
         (answer([1], output_token_logprobs=[[None, 1]]), "finite"),
-        (answer([1], weight_versions=None), "weight_versions is NoneType"),
+        (answer([1], weight_versions=None), "weight_versions is None, expected a list of spans"),
         (answer([1], weight_versions=[{"version": "default", "start": 0, "end": 1}]), "default"),
         (answer([1, 2], weight_versions=[{"version": "0", "start": 0, "end": 1}]), "cover 1 of 2 tokens"),
         (answer([1, 2], weight_versions=[{"version": "0", "start": 1, "end": 2}]), "gap or overlap"),
@@ -153,9 +153,7 @@ def play(*answers: Any, observations: list[list[int]]) -> tuple[Trajectory, list
             for tokens in observations:
                 session.observe(tokens)
                 await session.generate(stop_token_ids=[])
-            trajectory = session.finish(
-                Outcome((), "stop", 2), trajectory_id="t", prompt_id="p", group_id="t", reward=0.0, reward_parts={}
-            )
+            trajectory = session.finish(Outcome((), "stop", 2), id="t", prompt_id="p", group_id="t", reward=0.0)
             trajectory.validate(LIMITS)
             return trajectory, requests
 

@@ -24,11 +24,11 @@ from megatron_fr.engines.fleet import Fleet
 from megatron_fr.errors import EngineError, ModelError
 from megatron_fr.hf.folder import read_spec
 from megatron_fr.models.registry import model_spec
-from megatron_fr.rollout import setup
-from megatron_fr.rollout.event_loop_delay import EventLoopDelay
+from megatron_fr.rollout.metrics import EventLoopDelay
+from megatron_fr.rollout.service import engine_specs, model_limits
 from megatron_fr.runtime.device import resolve_device
-from megatron_fr.tiny import make_untrained
 from megatron_fr.trajectory import ModelLimits
+from tools.tiny import make_untrained
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -87,7 +87,7 @@ def test_trajectories_go_to_the_engine_with_the_fewest(spec: Callable[..., Engin
 
 @pytest.mark.parametrize(("runners", "held_out", "slots"), [(400, None, 204), (400, "eval.jsonl", 404), (8, None, 64)])
 def test_an_engine_has_slots_for_the_evaluation_and_the_probe_beside_the_runners(
-    limits: ModelLimits, runners: int, held_out: str | None, slots: int
+    runners: int, held_out: str | None, slots: int
 ) -> None:
     config = RunConfig.model_validate(
         {
@@ -98,7 +98,7 @@ def test_an_engine_has_slots_for_the_evaluation_and_the_probe_beside_the_runners
             "data": {"train": "unused.jsonl", "eval": held_out},
         }
     )
-    specs = setup.engine_specs(config, resolve_device("cpu"), limits)
+    specs = engine_specs(config, resolve_device("cpu"), want_routes=True)
     assert [spec.max_running for spec in specs] == [slots] * 2
 
 
@@ -119,15 +119,16 @@ def test_a_blocked_event_loop_is_measured() -> None:
 
 
 def test_limits_are_read_from_the_model(models: list[Path], tmp_path: Path) -> None:
-    limits = setup.model_limits(read_spec(models[0]), 77)
+    limits = model_limits(read_spec(models[0]), 77)
     assert (limits.max_context, limits.num_moe_layers, limits.top_k, limits.num_experts) == (77, 2, 2, 8)
-    dense = setup.model_limits(read_spec(make_untrained(tmp_path / "dense", dense=True)), 77)
+    dense = model_limits(read_spec(make_untrained(tmp_path / "dense", dense=True)), 77)
     assert (dense.num_moe_layers, dense.top_k, dense.num_experts) == (0, 0, 0)
     mixed = Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=4, decoder_sparse_step=2)
     with pytest.raises(ModelError, match="only some of its layers have experts"):
-        setup.model_limits(model_spec(mixed), 77)
+        model_limits(model_spec(mixed), 77)
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_start_says_why_before_any_engine_starts(models: list[Path], tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(

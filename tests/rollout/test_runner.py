@@ -57,7 +57,6 @@ class Bench:
             self.gate,
             self.queue,
             runners=runners,
-            group_size=group,
             on_fatal=self.fatal.append,
         )
 
@@ -66,7 +65,7 @@ class Bench:
             while (batch := self.queue.lease(0)) is None:
                 await self.pool.wait_arrival(self.pool.finished)
         self.queue.commit(batch.batch_id)
-        self.gate.commit()
+        self.gate.consumed_batches += 1
         self.pool.wake()
         return [t.id for t in batch.trajectories]
 

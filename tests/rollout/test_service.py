@@ -21,11 +21,11 @@ import yaml
 from megatron_fr.agents.arithmetic import questions
 from megatron_fr.errors import RolloutEnded
 from megatron_fr.runtime.spawn import tied_to_us
-from megatron_fr.tiny.model import VOCAB_SIZE
 from megatron_fr.trainer.data.client import Lease, RolloutClient
 from megatron_fr.trajectory import ModelLimits, Trajectory
 from tests.rollout.test_engine_lifecycle import family_of, wait_gone
 from tests.support.hf_reference import forward, next_logprobs
+from tools.tiny.model import VOCAB_SIZE
 
 pytestmark = pytest.mark.slow
 

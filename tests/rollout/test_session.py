@@ -70,7 +70,7 @@ async def progress(client: EngineClient) -> None:
 
 
 def finish(session: EngineSession) -> Trajectory:
-    return session.finish(OUTCOME, trajectory_id="t", prompt_id="p", group_id="t", reward=0.0, reward_parts={})
+    return session.finish(OUTCOME, id="t", prompt_id="p", group_id="t", reward=0.0)
 
 
 def check(trajectory: Trajectory, limits: ModelLimits, model: Path, temperature: float = 1.0) -> None:

@@ -19,10 +19,10 @@ from aiohttp import web
 from megatron_fr.agents.contract import Prompt
 from megatron_fr.config import RunConfig
 from megatron_fr.rollout.endpoints import Endpoints
-from megatron_fr.rollout.event_loop_delay import EventLoopDelay
+from megatron_fr.rollout.metrics import EventLoopDelay
 from megatron_fr.rollout.probe import ProbeSampler
+from megatron_fr.rollout.runner import TrainingRollouts
 from megatron_fr.rollout.state import RolloutState, restore_state, take_state
-from megatron_fr.rollout.training import TrainingRollouts
 from megatron_fr.trajectory import ModelLimits, Trajectory
 
 VOCAB = 512
@@ -88,7 +88,7 @@ class Rollouts:
         self.endpoints = Endpoints(
             fleet,
             self.training,
-            ProbeSampler(None, PROMPTS, LIMITS, want_routes=False),
+            ProbeSampler(None, PROMPTS, LIMITS, want_routes=False, template_kwargs={}),
             evaluate=None,
             event_loop_delay=EventLoopDelay(),
             failure=failure,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_fr.tiny import make_untrained
 from megatron_fr.trajectory import Trajectory, encode
 from tests.support.update_reference import Reference, Update
 from tests.support.update_scenario import OPTIMIZER, SCENARIOS, TEMPERATURE, make_trajectories
+from tools.tiny import make_untrained
 
 
 @dataclass

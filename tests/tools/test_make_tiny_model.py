@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_fr.agents.arithmetic import questions
 from megatron_fr.rollout.prompts import load_prompts
-from megatron_fr.tiny import make_untrained
-from megatron_fr.tiny.build import MANIFEST, cached_folder, make_tiny_model
-from megatron_fr.tiny.traces import trace
-from megatron_fr.tiny.warmup import Recipe, encode_trace
 from tests.support.tiny_policy import LocalSampler, evaluate_policy
+from tools.tiny import make_untrained
+from tools.tiny.build import MANIFEST, cached_folder, make_tiny_model
+from tools.tiny.traces import trace
+from tools.tiny.warmup import Recipe, encode_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "make_tiny_model.py"
@@ -101,7 +101,8 @@ def test_digits_are_single_tokens_and_any_text_survives(tmp_path: Path) -> None:
 
 def run_tool(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(TOOL), *arguments],
+        [sys.executable, "-m", "tools.make_tiny_model", *arguments],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=500,

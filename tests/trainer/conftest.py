@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fr.tiny import make_untrained
-from megatron_fr.tiny.model import build_untrained, save, tiny_config
-from megatron_fr.tiny.tokenizer import make_tokenizer
+from tools.tiny import make_untrained
+from tools.tiny.model import build_untrained, save, tiny_config
+from tools.tiny.tokenizer import make_tokenizer
 
 #: name: make_untrained's arguments. ``moe_unnormed`` has ``norm_topk_prob`` false, ``moe_mixed`` experts
 #: in its second layer only; ``glm_plain`` has none of the biases and norms of ``glm``, two dense layers and two shared

@@ -11,8 +11,8 @@ from megatron_fr.config import ParallelConfig
 from megatron_fr.errors import ConfigError, ModelError
 from megatron_fr.models.registry import model_spec
 from megatron_fr.runtime.device import prepare_process, resolve_device
-from megatron_fr.tiny.model import tiny_config
 from megatron_fr.trainer.model import build_transformer_config, uses_sequence_parallel
+from tools.tiny.model import tiny_config
 
 DEVICE = resolve_device("cpu")
 prepare_process(DEVICE)

@@ -14,9 +14,9 @@ import torch
 
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import RequestFailed, SyncError
-from megatron_fr.tiny import make_untrained
 from megatron_fr.trajectory import NO_VERSION, Trajectory
 from tests.support.parallel_launch import run_ranks
+from tools.tiny import make_untrained
 
 GENERATE_S = 0.6
 

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 from megatron_fr.errors import SyncError
 from megatron_fr.hf.weights import WeightFiles
-from megatron_fr.tiny import make_untrained
 from megatron_fr.weight_sync.publisher import WeightPublisher
 from tests.support.small_disk import SmallDisk
 from tests.support.transports import make_context, weights
+from tools.tiny import make_untrained
 
 
 @pytest.fixture(scope="module")

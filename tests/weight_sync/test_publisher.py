@@ -15,9 +15,9 @@ from pydantic import ValidationError
 
 from megatron_fr.config.sections import SyncConfig
 from megatron_fr.errors import ConfigError, SyncError
-from megatron_fr.tiny import make_untrained
 from megatron_fr.weight_sync.publisher import WeightPublisher
 from tests.support.transports import make_context, weights
+from tools.tiny import make_untrained
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_fr.tiny.tokenizer import TOKENIZER_SIZE, make_tokenizer
+from tools.tiny.tokenizer import TOKENIZER_SIZE, make_tokenizer
 
 Family = Literal["qwen3_moe", "qwen3", "qwen2", "glm4_moe"]
 
@@ -44,10 +44,10 @@ def tiny_config(
     }
     if family == "glm4_moe":
         common["rope_parameters"]["partial_rotary_factor"] = 0.5
+        common |= {"head_dim": 32, "num_nextn_predict_layers": 0}  # transformers takes them as free attributes
         return Glm4MoeConfig(
             **common,
             architectures=["Glm4MoeForCausalLM"],
-            head_dim=32,
             moe_intermediate_size=80,
             n_routed_experts=num_experts,
             num_experts_per_tok=2,
@@ -56,7 +56,6 @@ def tiny_config(
             routed_scaling_factor=1.5,
             attention_bias=True,
             use_qk_norm=True,
-            num_nextn_predict_layers=0,
         )
     if family == "qwen2":
         return Qwen2Config(**common, architectures=["Qwen2ForCausalLM"])

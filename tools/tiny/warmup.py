@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_fr.agents.arithmetic import questions
 from megatron_fr.agents.python_schema import PYTHON_TOOL_SCHEMA
-from megatron_fr.tiny.traces import MODES, Message, Mode, trace
+from tools.tiny.traces import MODES, Message, Mode, trace
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_fr.agents.arithmetic import questions
 from megatron_fr.agents.python_schema import PYTHON_TOOL_SCHEMA
-from megatron_fr.tiny.traces import MODES, trace
+from tools.tiny.traces import MODES, trace
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fr.agents import arithmetic, python_schema
-from megatron_fr.tiny.model import save, tiny_config
-from megatron_fr.tiny.tokenizer import make_tokenizer
-from megatron_fr.tiny.warmup import Recipe, warm_up
+from tools.tiny.model import save, tiny_config
+from tools.tiny.tokenizer import make_tokenizer
+from tools.tiny.warmup import Recipe, warm_up
 
 MANIFEST = "tiny_manifest.json"
 
