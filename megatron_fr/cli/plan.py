@@ -19,8 +19,7 @@ from megatron_fr.errors import ConfigError
 from megatron_fr.hf.export import hf_tensor_specs
 from megatron_fr.hf.folder import read_spec
 from megatron_fr.models.layouts import check_aux_loss, check_layout, uses_sequence_parallel
-from megatron_fr.models.mappings import Buffer, WeightMapping
-from megatron_fr.models.sizes import Sizes
+from megatron_fr.models.mappings import Buffer, Sizes, WeightMapping
 from megatron_fr.models.spec import EMBEDDING, FINAL_NORM, HEAD, ModelSpec
 from megatron_fr.trainer.data.packing import plan_micro_batches
 from megatron_fr.trajectory import route_dtype

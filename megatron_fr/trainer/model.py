@@ -14,8 +14,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_fr.config import ParallelConfig, RunConfig
 from megatron_fr.models.layers.aux_loss import BalancedRouter
-from megatron_fr.models.layers.core_attention import CoreAttention
-from megatron_fr.models.layers.norm import RMSNorm
+from megatron_fr.models.layers.local import CoreAttention, RMSNorm
 from megatron_fr.models.layouts import check_aux_loss, check_layout, uses_sequence_parallel
 from megatron_fr.models.spec import ModelSpec
 from megatron_fr.runtime.device import Device

@@ -17,8 +17,7 @@ from megatron_fr.checkpoint.io import load_weights
 from megatron_fr.config import OptimizerConfig, ParallelConfig, RunConfig
 from megatron_fr.hf.export import iter_hf_tensors
 from megatron_fr.hf.folder import read_spec, resolve_folder
-from megatron_fr.hf.load import load_hf_weights
-from megatron_fr.hf.save import save_hf_folder
+from megatron_fr.hf.model import load_hf_weights, save_hf_folder
 from megatron_fr.models.layouts import uses_sequence_parallel
 from megatron_fr.models.spec import ModelSpec
 from megatron_fr.runtime.device import Device
