@@ -115,11 +115,7 @@ def read(folder: Path, policy: Trained, extra: Mapping[str, Any]) -> None:
 
 
 def save_weights(chunks: Sequence[torch.nn.Module], folder: str | Path) -> None:
-    """Write the weights of a live model, without optimizer, to the existing, empty ``folder``. A collective.
-
-    Raises:
-        CheckpointError: a rank could not write; every rank raises it.
-    """
+    """Write a live model's weights to the existing, empty ``folder``, or raise CheckpointError. A collective."""
     try:
         _write(Path(folder), dict(local_pieces(chunks, to_save=True)), None)
     except (Exception, CheckpointException) as error:
@@ -128,11 +124,7 @@ def save_weights(chunks: Sequence[torch.nn.Module], folder: str | Path) -> None:
 
 @torch.no_grad()
 def load_weights(chunks: Sequence[torch.nn.Module], folder: str | Path) -> None:
-    """Fill this rank's parameters from a checkpoint of any layout. A collective.
-
-    Raises:
-        ModelError: the checkpoint does not hold this model's weights.
-    """
+    """Fill this rank's parameters from a checkpoint of any layout, or raise ModelError. A collective."""
     if (reason := _read(Path(folder), dict(local_pieces(chunks, to_save=False)))) is not None:
         raise ModelError(f"checkpoint {folder} does not hold this model's weights: {reason}")
 
@@ -184,8 +176,9 @@ def _read(folder: Path, state: dict[str, Any]) -> str | None:
     """Fill ``state`` in place; returns why some rank failed, the same on each."""
     reason = None
     try:
-        planner = _LoadPlanner(flatten_state_dict=False)
-        dcp.load(state, storage_reader=CheckedReader(folder), planner=planner, no_dist=True)
+        dcp.load(
+            state, storage_reader=CheckedReader(folder), planner=_LoadPlanner(flatten_state_dict=False), no_dist=True
+        )
     except (Exception, CheckpointException) as error:
         reason = _root_cause(error)
     reasons: list[str | None] = [None] * dist.get_world_size()
@@ -217,15 +210,13 @@ def _derived_seed(state: dict[str, Any]) -> int:
 
 def _rng_state() -> dict[str, Any]:
     kind, keys, position, has_gauss, cached = np.random.get_state()
-    state: dict[str, Any] = {
+    return {
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached),
         "torch": torch.get_rng_state(),
         "model_parallel": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
 
 
 def _set_rng_state(state: dict[str, Any]) -> None:
@@ -234,7 +225,7 @@ def _set_rng_state(state: dict[str, Any]) -> None:
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["model_parallel"])
-    if "cuda" in state and torch.cuda.is_available():
+    if state.get("cuda") is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 
 

@@ -66,14 +66,11 @@ class Pieces:
             self.size = lambda: self.shape
 
     def __create_write_items__(self, key: str, _: object) -> list[WriteItem]:
-        return [
-            WriteItem(
-                MetadataIndex(key, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(box), self.shape),
-            )
-            for chunk, box in zip(self.__create_chunk_list__(), self.boxes.values(), strict=True)
-        ]
+        items = []
+        for chunk, box in zip(self.__create_chunk_list__(), self.boxes.values(), strict=True):
+            data = TensorWriteData(chunk, TensorProperties.create_from_tensor(box), self.shape)
+            items.append(WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(offset, box.size()) for offset, box in self.boxes.items()]
@@ -151,10 +148,8 @@ def split_range(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Sh
 
 def _weights(chunks: Sequence[Any]) -> Iterator[Any]:
     """Megatron's entries of the weights, whose data are the live parameters."""
-    metadata = {
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        "non_homogeneous_layers": True,
-    }
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {"dp_cp_group": group, "non_homogeneous_layers": True}
     for chunk in chunks:
         for entry in nested_values(chunk.sharded_state_dict(prefix="", metadata=metadata)):
             if isinstance(entry, ShardedTensor | ShardedTensorFactory):
@@ -189,13 +184,12 @@ def _parts(optimizer: Any) -> list[Any]:
 
 def _fill_missing(part: Any) -> None:
     """Give parameters that were never updated the state that their first update would start from."""
-    for group in part.optimizer.param_groups:
-        for param in group["params"]:
-            state = part.optimizer.state[param]
-            if "exp_avg" not in state:
-                if isinstance(part.optimizer, torch.optim.Adam):
-                    state["step"] = torch.zeros((), dtype=torch.float32)
-                state |= {name: torch.zeros_like(param) for name in _MOMENTS}
+    for param in (param for group in part.optimizer.param_groups for param in group["params"]):
+        state = part.optimizer.state[param]
+        if "exp_avg" not in state:
+            if isinstance(part.optimizer, torch.optim.Adam):
+                state["step"] = torch.zeros((), dtype=torch.float32)
+            state |= {name: torch.zeros_like(param) for name in _MOMENTS}
 
 
 def _mains(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:

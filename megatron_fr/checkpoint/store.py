@@ -1,9 +1,9 @@
 """Folders of training checkpoints: names, what is complete, which one to go on from, which ones stay. No torch.
 
-``output/training_state/update-000040/`` holds the tensors (``torch.distributed.checkpoint``), ``run.json`` (counters
-and what of the configuration must not change), ``rollout.state`` (of the rollout service), ``hf/`` (the model's
-configuration and tokenizer, for conversion) and, written last, ``manifest.json`` with the size of every other file. A
-folder has its final name only when it is complete and on the disk; until then it is ``update-000040.tmp``.
+``output/training_state/update-000040/`` holds the tensors (``torch.distributed.checkpoint``), ``run.json`` (counters,
+and settings that must not change), ``rollout.state`` (of the rollout service), ``hf/`` (the model's configuration and
+tokenizer, for conversion) and, written last, ``manifest.json`` with the size of every other file. A folder gets its
+final name when it is complete and on the disk; until then it is ``update-000040.tmp``.
 
 Other names: ``update-000040.abandoned-1`` was newer than the one that a run went on from; people may look at it or
 rename it back. ``update-000040.deleted`` is about to go. The trainer locks ``output/training_state.lock`` for its whole
@@ -12,7 +12,6 @@ life, so an unfinished folder beside it is of a killed run.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -33,8 +32,6 @@ ROLLOUT_FILE = "rollout.state"
 #: Folder in a checkpoint with the model's configuration, tokenizer and chat template.
 HF_FILES = "hf"
 _WORK, _DELETED = ".tmp", ".deleted"
-#: Errors of a file that is not there or is something else; any other error says nothing of its content.
-_NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 
 
 @dataclass(frozen=True)
@@ -47,17 +44,9 @@ class RunRecord:
     fixed: Mapping[str, Any] = field(default_factory=dict)  #: settings that must be the same to go on, by field name
     trainer: Mapping[str, Any] = field(default_factory=dict)  #: counters of the tensors, see ``checkpoint/io.py``
 
-    def write(self, folder: Path) -> None:
-        """Write ``run.json`` of ``folder``."""
-        (folder / RUN_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
-
 
 def read_record(folder: Path) -> RunRecord:
-    """Read the ``run.json`` of a checkpoint.
-
-    Raises:
-        CheckpointError: it is missing or damaged.
-    """
+    """Read the ``run.json`` of a checkpoint; raises CheckpointError where it is missing or damaged."""
     path = folder / RUN_FILE
     try:
         values = json.loads(path.read_text())
@@ -76,11 +65,7 @@ def _update_of(folder: Path) -> int:
 
 
 def all_checkpoints(output: Path) -> list[Path]:
-    """List folders with a final name, newest first; not checked.
-
-    Raises:
-        CheckpointError: they cannot be listed.
-    """
+    """List folders with a final name, newest first, unchecked; raises CheckpointError where this is impossible."""
     return sorted(_matching(output, ""), key=_update_of, reverse=True)
 
 
@@ -100,9 +85,9 @@ def check_sizes(folder: Path) -> RunRecord:
                 raise CheckpointError(f"{name} has {size} bytes, expected {expected}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{MANIFEST_FILE} is damaged: {error!r}") from error
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise CheckpointError(f"{name} is missing") from error
     except OSError as error:
-        if error.errno in _NOT_THERE:
-            raise CheckpointError(f"{name} is missing") from error
         raise UnreadableCheckpointError(
             f"{name} cannot be read now ({error.strerror}), which is no sign of damage: mend the access to it"
         ) from error
@@ -115,8 +100,7 @@ def newest_usable(output: Path, say: Callable[[str], None] = print) -> Path | No
     A complete folder that a killed run did not rename yet gets its final name first.
 
     Raises:
-        CheckpointError: the folder cannot be listed, or it holds checkpoints and none is usable. A person must decide
-            whether to begin again at update 0.
+        CheckpointError: the folder cannot be listed, or none of its checkpoints is usable: a person must decide then.
     """
     for work in _matching(output, _WORK):
         _name_if_complete(work, say)
@@ -137,13 +121,10 @@ def newest_usable(output: Path, say: Callable[[str], None] = print) -> Path | No
 
 
 def find_resumed(output: Path, given: str) -> Path | None:
-    """Find the checkpoint to go on from, None to start anew.
-
-    Args:
-        given: a folder, ``auto`` (the newest usable one in ``output``), or ``never``.
+    """Find the checkpoint of ``given``: a folder, ``auto`` (see :func:`newest_usable`), or ``never`` (None).
 
     Raises:
-        CheckpointError: the folder is damaged or cannot be read; see also :func:`newest_usable`.
+        CheckpointError: the folder is damaged or cannot be read.
     """
     if given == "never":
         return None
@@ -181,11 +162,7 @@ def lock_output(output: Path) -> IO[str] | None:
 
 
 def remove_unfinished(output: Path, say: Callable[[str], None] = print) -> None:
-    """Delete the unfinished folders of killed runs. The caller holds the lock.
-
-    Raises:
-        CheckpointError: the folder cannot be listed.
-    """
+    """Delete the unfinished folders of killed runs. The caller holds the lock."""
     for left in _matching(output, _WORK) + _matching(output, _DELETED):
         if left.suffix == _DELETED or not _name_if_complete(left, say):
             try:
@@ -196,19 +173,15 @@ def remove_unfinished(output: Path, say: Callable[[str], None] = print) -> None:
 
 
 def work_folder(output: Path, update: int) -> Path:
-    """Make an empty folder to write the checkpoint after ``update`` into.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Make an empty folder for the checkpoint after ``update``, or raise OSError."""
     work = folder_of(output, update).with_suffix(_WORK)
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     return work
 
 
-def complete(work: Path, written: Mapping[str, int] | None = None) -> Path:
-    """Write the manifest, bring everything to the disk and give the folder its final name.
+def complete(work: Path, record: RunRecord, written: Mapping[str, int] | None = None) -> Path:
+    """Write record and manifest, bring everything to the disk and give the folder its final name.
 
     Args:
         written: sizes in bytes of files that other machines wrote, which this machine may not see yet.
@@ -216,6 +189,7 @@ def complete(work: Path, written: Mapping[str, int] | None = None) -> Path:
     Raises:
         OSError: the disk is full or gone; the folder keeps its temporary name.
     """
+    (work / RUN_FILE).write_text(json.dumps(asdict(record), indent=2) + "\n")
     inside = sorted(work.rglob("*"))
     files = [path for path in inside if path.is_file()]
     sizes = {str(path.relative_to(work)): path.stat().st_size for path in files} | dict(written or {})
@@ -229,11 +203,7 @@ def complete(work: Path, written: Mapping[str, int] | None = None) -> Path:
 
 
 def set_newer_aside(output: Path, update: int) -> list[Path]:
-    """Rename the checkpoints after ``update``, from which a run goes on; returns their new paths.
-
-    Raises:
-        CheckpointError: one cannot be renamed.
-    """
+    """Rename the checkpoints after ``update``, or raise CheckpointError; returns their new paths."""
     try:
         return [_rename_aside(f, "abandoned") for f in all_checkpoints(output) if _update_of(f) > update]
     except OSError as error:
@@ -244,11 +214,7 @@ def set_newer_aside(output: Path, update: int) -> list[Path]:
 
 
 def set_aside(output: Path) -> Path | None:
-    """Rename the training checkpoints of an earlier run, if any; returns the folder's new path.
-
-    Raises:
-        CheckpointError: it cannot be renamed.
-    """
+    """Rename the folder of an earlier run's checkpoints, if any, or raise CheckpointError; returns its new path."""
     root = output / FOLDER
     try:
         return _rename_aside(root, "old") if root.is_dir() and any(root.iterdir()) else None
@@ -283,14 +249,13 @@ def retain(output: Path, written: Path, *, last: int, best: int) -> list[str]:
                 damaged.append(folder)
     scored = sorted(((r.score, r.update, f) for f, r in records.items() if r.score is not None), reverse=True)
     kept = {*list(records)[:last], *(folder for _, _, folder in scored[:best])}
-    for folder in (*damaged, *records):
-        if folder not in kept:
-            going = folder.with_suffix(_DELETED)  # a crash half-way leaves no folder that looks complete
-            try:
-                os.rename(folder, going)
-                shutil.rmtree(going)
-            except OSError as error:
-                stuck.append(f"{folder} should go and cannot be deleted: {error.strerror}")
+    for folder in sorted({*damaged, *records} - kept):
+        going = folder.with_suffix(_DELETED)  # a crash half-way leaves no folder that looks complete
+        try:
+            os.rename(folder, going)
+            shutil.rmtree(going)
+        except OSError as error:
+            stuck.append(f"{folder} should go and cannot be deleted: {error.strerror}")
     return stuck
 
 

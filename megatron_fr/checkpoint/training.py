@@ -22,9 +22,6 @@ from megatron_fr.runtime.collectives import from_rank_zero
 class TrainingCheckpoints:
     """One per rank; every method is a collective.
 
-    :meth:`begin` copies the state, which is written while training goes on. :meth:`finish`, called between updates,
-    gives the folder its final name once every rank has written.
-
     Args:
         rollout_state: gives the rollout service's state; called on rank 0, between a commit and the next lease.
 
@@ -56,11 +53,7 @@ class TrainingCheckpoints:
         return record
 
     def set_newer_aside(self) -> None:
-        """Rename checkpoints of later updates than the loaded one, which this run does not continue.
-
-        Raises:
-            CheckpointError: one cannot be renamed.
-        """
+        """Rename checkpoints of later updates than the loaded one, or raise CheckpointError."""
         update = self._saved_update
         for folder in from_rank_zero(lambda: store.set_newer_aside(self._config.output, update)):
             if dist.get_rank() == 0:
@@ -76,14 +69,10 @@ class TrainingCheckpoints:
         if update == self._saved_update:
             return
         work = from_rank_zero(lambda: self._prepare(update))
-        record = RunRecord(update, version, score, self._fixed, self._writer.begin(work, self._policy))
-        self._pending = work, record
+        self._pending = work, RunRecord(update, version, score, self._fixed, self._writer.begin(work, self._policy))
 
     def finish(self, *, wait: bool = True) -> Path | None:
-        """Complete the pending checkpoint; without ``wait`` only if all ranks have written it.
-
-        Returns:
-            the newest complete folder of this object, if any.
+        """Complete the pending checkpoint, without ``wait`` only if all ranks have written it; returns the newest.
 
         Raises:
             CheckpointError: it could not be written.
@@ -125,8 +114,7 @@ class TrainingCheckpoints:
     def _name(self, work: Path, record: RunRecord, sizes: Mapping[str, int]) -> Path:
         keep = self._config.checkpoint
         try:
-            record.write(work)
-            final = store.complete(work, sizes)
+            final = store.complete(work, record, sizes)
         except OSError as error:
             raise _discard(work, error) from error
         for line in store.retain(self._config.output, final, last=keep.keep_last, best=keep.keep_best):
@@ -151,8 +139,7 @@ class TrainingCheckpoints:
 
 def _discard(folder: Path, error: Exception) -> CheckpointError:
     """Delete the unfinished folder of a checkpoint; returns the error to raise."""
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder.with_suffix(".tmp"), ignore_errors=True)
+    shutil.rmtree(folder.with_suffix(".tmp"), ignore_errors=True)
     return store.unwritable(folder.with_suffix(""), error)
 
 

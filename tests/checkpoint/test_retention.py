@@ -31,8 +31,7 @@ def write(output: Path, update: int, *, score: float | None = None, data: bytes 
     (work / "__0_0.distcp").write_bytes(data)
     (work / "hf").mkdir()
     (work / "hf" / "config.json").write_text("{}")
-    RunRecord(update, update, score).write(work)
-    return complete(work)
+    return complete(work, RunRecord(update, update, score))
 
 
 def cut(folder: Path) -> Path:
