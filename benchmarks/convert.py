@@ -62,8 +62,7 @@ def generate(folder: Path, file_bytes: int, layers: int, experts: int, vocabular
 
 def measure(source: Path, rounds: int, file_bytes: int) -> dict[str, tuple[float, int]]:
     """Copy and convert in turns; least seconds and largest growth of memory in bytes."""
-    from megatron_fr.convert.to_hf import convert_megatron_to_hf
-    from megatron_fr.convert.to_megatron import convert_hf_to_megatron
+    from megatron_fr.convert.megatron import convert_hf_to_megatron, convert_megatron_to_hf
 
     work = source.parent
     jobs: dict[str, Callable[[], Any]] = {

@@ -134,7 +134,7 @@ def floor_step(policy: Any, batches: Sequence[Any]) -> None:
         data_iterator=iter(batches),
         model=list(step.chunks),
         num_microbatches=len(batches),
-        seq_length=max(b.num_positions for b in batches),
+        seq_length=max(b.tokens.shape[1] for b in batches),
         micro_batch_size=MICRO_BATCH,
         forward_only=False,
     )

@@ -17,8 +17,6 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_fr.convert.report import report
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -35,7 +33,7 @@ def main() -> int:
             parser.error(f"--{name} must be at least 1, not {getattr(arguments, name)}")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-    from megatron_fr.convert.to_megatron import convert_hf_to_megatron
+    from megatron_fr.convert.megatron import convert_hf_to_megatron, report
 
     return report(lambda: convert_hf_to_megatron(**vars(arguments)), verified=arguments.verify)
 

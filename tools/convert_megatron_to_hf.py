@@ -13,8 +13,6 @@ import math
 import sys
 from pathlib import Path
 
-from megatron_fr.convert.report import report
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -34,7 +32,7 @@ def main() -> int:
     if not 0 < arguments.shard_gb < math.inf:
         parser.error(f"--shard-gb must be above 0, not {arguments.shard_gb}")
 
-    from megatron_fr.convert.to_hf import convert_megatron_to_hf
+    from megatron_fr.convert.megatron import convert_megatron_to_hf, report
 
     return report(
         lambda: convert_megatron_to_hf(

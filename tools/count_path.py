@@ -3,7 +3,7 @@
     python tools/count_path.py
 
 docs/ARCHITECTURE.md tells the same path in ten steps. Not on it: configuration, reading of files, model building,
-weight tables, the GRPO baseline, optional filters and hooks, metrics, the probe, checkpoints, the sandbox, and how
+weight tables, the GRPO baseline, optional filters and hooks, metrics, checkpoints, the sandbox, and how
 processes start.
 """
 
@@ -38,7 +38,6 @@ STEPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "trainer/data/packing.py",
             "trainer/data/batch.py",
             "models/layers/zigzag.py",
-            "trainer/data/context.py",
         ),
     ),
     (
@@ -46,7 +45,6 @@ STEPS: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             "trainer/step.py",
             "trainer/routing_replay.py",
-            "trainer/head.py",
             "trainer/logprob.py",
             "trainer/objective.py",
             "algorithm/advantage.py",

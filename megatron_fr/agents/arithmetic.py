@@ -1,4 +1,4 @@
-"""A two-step arithmetic task that a tiny policy solves with a Python tool, and its reward. Standard library only.
+"""A two-step arithmetic task that a tiny policy solves with a Python tool, and its reward.
 
 ``Compute 37 * 48, then subtract 159 from the result.`` takes three turns: a tool call for the product, a second one
 for the difference, and the answer in ``\\boxed{}``. Both results have four digits, so guessing does not pay.
@@ -11,16 +11,9 @@ import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from megatron_fr.agents.contract import RewardInput
-
-#: One question in this many belongs to the held-out set.
-HELD_OUT_EVERY = 10
-
-_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
-_INTEGER = re.compile(r"-?\d+")
+from megatron_fr.agents.contract import RewardInput
 
 
 @dataclass(frozen=True)
@@ -34,24 +27,21 @@ class Question:
 
     @property
     def text(self) -> str:
-        """The question in words."""
         step = f"add {self.third} to" if self.operation == "+" else f"subtract {self.third} from"
         return f"Compute {self.first} * {self.second}, then {step} the result."
 
     @property
     def intermediate(self) -> int:
-        """The value after the first step."""
         return self.first * self.second
 
     @property
     def answer(self) -> int:
-        """The value after both steps."""
         return self.intermediate + (self.third if self.operation == "+" else -self.third)
 
     @property
     def held_out(self) -> bool:
-        """Whether the question belongs to the held-out set: fixed by its text, so the two sets never overlap."""
-        return zlib.crc32(self.text.encode()) % HELD_OUT_EVERY == 0
+        """Whether it is in the held-out tenth: fixed by its text, so the two sets never overlap."""
+        return zlib.crc32(self.text.encode()) % 10 == 0
 
     def record(self) -> dict[str, Any]:
         """The line of a prompt file."""
@@ -76,19 +66,13 @@ def questions(seed: int, *, held_out: bool = False) -> Iterator[Question]:
 
 def boxed_integer(text: str) -> int | None:
     """The integer in the last ``\\boxed{}`` of ``text``, or None where there is none."""
-    boxes = _BOXED.findall(text)
-    if not boxes:
-        return None
-    content = boxes[-1].strip().replace(",", "")
-    return int(content) if _INTEGER.fullmatch(content) else None
+    boxes = re.findall(r"\\boxed\{([^{}]*)\}", text)
+    content = boxes[-1].strip().replace(",", "") if boxes else ""
+    return int(content) if re.fullmatch(r"-?\d+", content) else None
 
 
 def exact_answer(episode: RewardInput) -> dict[str, float]:
-    """1.0 when the final message boxes the right integer, else 0.0.
-
-    Further parts: ``answered`` (an integer was boxed), ``stopped_early`` (it is the intermediate value) and
-    ``used_tool``.
-    """
+    """1.0 when the final message boxes the right integer, else 0.0; ``stopped_early``: it boxes the first result."""
     value = boxed_integer(episode.final_text)
     return {
         "reward": float(value is not None and value == int(episode.prompt.answer)),

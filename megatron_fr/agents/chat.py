@@ -1,7 +1,6 @@
-"""Token-level chat: what a chat template puts around the turns that the engine samples.
+"""Token-level chat: sampled turns are never rendered or tokenised again.
 
-Turns that the policy sampled are never rendered or tokenised again. Only the text between two of them is: it is cut
-out of a dummy conversation rendered by the template.
+Only the text between two of them is: it is cut out of a dummy conversation rendered by the template.
 """
 
 from __future__ import annotations
@@ -19,30 +18,24 @@ _USER, _ASSISTANT, _TOOL = "userplaceholder", "assistantplaceholder", "toolplace
 class Chat:
     """Renders prompts and observations for one tokenizer and one set of tools.
 
-    Args:
-        template_kwargs: further variables of the chat template, in every rendering.
-
-    Attributes:
-        stop_token_ids: what ends a turn: the tokenizer's and the generation configuration's end tokens, and the
-            token with which the template closes an assistant turn.
+    ``stop_token_ids`` end a turn: the end tokens of the tokenizer and of its generation configuration, and the token
+    with which the template closes an assistant turn.
 
     Raises:
         ModelError: the tokenizer has no chat template, or one that cannot show tool responses or has no end of turn.
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        tools: Sequence[Mapping[str, Any]] = (),
-        template_kwargs: Mapping[str, Any] | None = None,
+        self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = (), template_kwargs: Mapping[str, Any] | None = None
     ) -> None:
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
         self._tools = [dict(tool) for tool in tools]
-        self._name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+        self._model = f"model.path={name!r}"
         if not getattr(tokenizer, "chat_template", None):
             raise ModelError(
-                f"model.path={self._name!r}: its tokenizer has no chat template; add chat_template.jinja to the folder"
+                f"{self._model}: its tokenizer has no chat template; add chat_template.jinja to the folder"
             )
         self._special = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
         stops = _end_tokens(tokenizer)
@@ -51,13 +44,13 @@ class Chat:
             stops.append(end_ids[0])
         if not stops:
             raise ModelError(
-                f"model.path={self._name!r}: neither the tokenizer nor generation_config.json names an end token "
+                f"{self._model}: neither the tokenizer nor generation_config.json names an end token "
                 "(eos_token_id); add one"
             )
         self.stop_token_ids = tuple(dict.fromkeys(stops))
         if self._tools and _TOOL not in self._after_assistant([_TOOL], generation_prompt=True):
             raise ModelError(
-                f"model.path={self._name!r}: its chat template does not show messages of role 'tool'; "
+                f"{self._model}: its chat template does not show messages of role 'tool'; "
                 "use a template that does, or an agent without tools"
             )
 
@@ -68,11 +61,9 @@ class Chat:
     def observation(self, responses: Sequence[str]) -> list[int]:
         """The tokens between an assistant turn that a stop token ended and the next turn.
 
-        They hold whatever the template puts after the stop token, the tool responses, and the generation prompt.
         Special tokens that a response spells out are broken up, so that tool output cannot forge a turn.
         """
-        text = self._after_assistant([self.defuse(r) for r in responses], generation_prompt=True)
-        ids = self._encode(text)
+        ids = self._encode(self._after_assistant([self._defuse(r) for r in responses], generation_prompt=True))
         return ids[1:] if ids and ids[0] in self.stop_token_ids else ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -80,8 +71,7 @@ class Chat:
         kept = token_ids[:-1] if token_ids and token_ids[-1] in self.stop_token_ids else token_ids
         return str(self._tokenizer.decode(list(kept), skip_special_tokens=False))
 
-    def defuse(self, text: str) -> str:
-        """``text`` with a space inside everything that would become a special token."""
+    def _defuse(self, text: str) -> str:
         for token in self._special:
             if len(token) > 1 and token in text:
                 text = text.replace(token, f"{token[0]} {token[1:]}")
@@ -96,7 +86,7 @@ class Chat:
         ]
         _, found, after = self._render(messages, generation_prompt=generation_prompt).partition(_ASSISTANT)
         if not found:
-            raise ModelError(f"model.path={self._name!r}: its chat template does not show an assistant's text")
+            raise ModelError(f"{self._model}: its chat template does not show an assistant's text")
         return after
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool) -> str:
@@ -114,9 +104,7 @@ class Chat:
             )
         except jinja2.TemplateError as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
-            raise ModelError(
-                f"model.path={self._name!r}: its chat template refuses a conversation of {roles}: {error}"
-            ) from error
+            raise ModelError(f"{self._model}: its chat template refuses a conversation of {roles}: {error}") from error
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -124,13 +112,10 @@ class Chat:
 
 def _end_tokens(tokenizer: Any) -> list[int]:
     """End tokens named by ``generation_config.json`` beside the tokenizer, and the tokenizer's own."""
-    ids: list[int] = []
+    ends: Any = []
     folder = Path(getattr(tokenizer, "name_or_path", "") or "")
     if (folder / "generation_config.json").is_file():
         from transformers import GenerationConfig
 
         ends = GenerationConfig.from_pretrained(str(folder)).eos_token_id
-        ids += ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if tokenizer.eos_token_id is not None:
-        ids.append(tokenizer.eos_token_id)
-    return ids
+    return [i for i in (*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id) if i is not None]

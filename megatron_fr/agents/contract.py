@@ -8,6 +8,9 @@ from typing import Any, Protocol
 
 from megatron_fr.trajectory import FinishReason
 
+#: A reward function's answer: a number, or named parts of which ``"reward"`` is the scalar to train on.
+Reward = float | Mapping[str, float]
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -39,30 +42,15 @@ class TokenSession(Protocol):
         """How many tokens the policy may still sample, by the trajectory's and the context's limits."""
 
     def observe(self, token_ids: Sequence[int]) -> None:
-        """Append tokens that the policy did not sample.
-
-        What no longer fits the context is dropped; no token can be sampled after it.
-        """
+        """Append tokens that the policy did not sample; what no longer fits the context is dropped and ends it."""
 
     async def generate(self, *, stop_token_ids: Sequence[int], max_tokens: int | None = None) -> Generation:
-        """Sample one turn after the tokens so far and append it.
-
-        With no token left to sample it returns an empty generation with finish reason ``length``.
-        """
-
-
-#: A reward function's answer: a number, or named parts of which ``"reward"`` is the scalar to train on.
-Reward = float | Mapping[str, float]
+        """Sample one turn and append it; with no token left it is empty, with finish reason ``length``."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a trajectory went, as far as its agent knows.
-
-    Attributes:
-        reward: of an environment that scores itself; None leaves it to ``reward.function``, which else sees it.
-        info: free, JSON; reaches the reward function, the trajectory and the advantage function.
-    """
+    """How a trajectory went, as far as its agent knows."""
 
     messages: tuple[Mapping[str, Any], ...]  # the whole conversation, for people and rewards
     finish_reason: FinishReason
@@ -70,8 +58,8 @@ class Outcome:
     num_tool_calls: int = 0
     num_tool_errors: int = 0
     tools_s: float = 0.0
-    reward: Reward | None = None
-    info: Mapping[str, Any] = field(default_factory=dict)
+    reward: Reward | None = None  # of an environment that scores itself; a reward function overrules it
+    info: Mapping[str, Any] = field(default_factory=dict)  # free, JSON; rewards, trajectories and advantages see it
 
 
 class Agent(Protocol):
@@ -92,24 +80,16 @@ class Agent(Protocol):
 
 @dataclass(frozen=True)
 class RewardInput:
-    """What a reward function is called with, beside ``reward.args``; it returns a :data:`Reward`.
-
-    Attributes:
-        final_text: the last assistant message.
-        token_ids: the whole trajectory, prompt and observations included.
-        num_action_tokens: how many of them the policy sampled.
-        reward: what the agent returned, or None.
-        info: what the agent returned.
-    """
+    """What a reward function is called with, beside ``reward.args``; it returns a :data:`Reward`."""
 
     prompt: Prompt
     messages: tuple[Mapping[str, Any], ...]
-    final_text: str
+    final_text: str  # the last assistant message
     finish_reason: FinishReason
     num_tool_calls: int
     num_tool_errors: int
     num_turns: int = 1
-    token_ids: tuple[int, ...] = ()
-    num_action_tokens: int = 0
-    reward: Reward | None = None
+    token_ids: tuple[int, ...] = ()  # the whole trajectory, prompt and observations included
+    num_action_tokens: int = 0  # how many of them the policy sampled
+    reward: Reward | None = None  # what the agent returned, as is info
     info: Mapping[str, Any] = field(default_factory=dict)

@@ -1,8 +1,6 @@
-"""Runs untrusted code and reward functions in short-lived children of a small process that forks one per call.
+"""Runs untrusted code and reward functions in short-lived children of a small process, the zygote (``zygote/``).
 
-Starting an interpreter costs 20 ms of a core, a fork one or two. The forking process (the zygote) lives in
-``megatron_fr/agents/zygote`` and imports the standard library only; a call that crashes, hangs or misbehaves ends as a
-result that says so. If the zygote itself dies, calls in flight get such a result too and the next call starts another.
+A call that crashes or hangs, or whose zygote dies, ends as a result that says so; the next call starts another zygote.
 """
 
 from __future__ import annotations
@@ -31,13 +29,13 @@ _GRACE_S = 30.0  # how much later than a call's time limit its report may come
 
 
 class ForkServer:
-    """One zygote and the calls that run in its children. Use it from one event loop, whose thread must outlive it.
+    """One zygote and the calls in its children. Use it from one event loop, whose thread must outlive it.
 
     Args:
-        isolate: cut calls off from network, files, other processes and privileges: for :meth:`run_code`. Without it,
-            for :meth:`call` only, they see the environment, working directory and ``sys.path`` of this process.
-        require_network_isolation: with ``isolate``, refuse to start where the network cannot be cut off.
-        max_parallel: calls running at a time; further ones wait outside their time limit. None: 8 a core.
+        isolate: cut calls off from network, files, processes and privileges, for :meth:`run_code`; otherwise they see
+            this process's environment, working directory and ``sys.path``.
+        require_network_isolation: refuse to start where ``isolate`` cannot cut off the network.
+        max_parallel: calls at a time; others wait outside their time limit. None: 8 a core.
     """
 
     def __init__(
@@ -60,26 +58,16 @@ class ForkServer:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that was started last."""
         return self._process.pid if self._process else None
 
     async def start(self) -> None:
-        """Start the zygote; :attr:`isolation` then says what calls are cut off from.
-
-        Raises:
-            ToolError: it did not start, or the network cannot be cut off though that is required.
-        """
+        """Start the zygote; :attr:`isolation` then says what calls are cut off from. ToolError where it cannot."""
         self._stopped = False
         async with self._starting:
             await self._launch()
 
     async def run_code(self, code: str, limits: ToolLimits) -> CodeResult:
-        """Run ``code`` as a program under ``limits``; never raises for what the code does.
-
-        Raises:
-            ToolError: the sandbox cannot be started.
-            ValueError: this server was made with ``isolate=False``.
-        """
+        """Run ``code`` as a program; ToolError only where the sandbox cannot be started."""
         if not self._isolate:
             raise ValueError("code runs only in a ForkServer with isolate=True")
         started = time.monotonic()
@@ -90,27 +78,19 @@ class ForkServer:
         return code_result(report, limits, time.monotonic() - started)
 
     async def call(self, function: str, arguments: Mapping[str, Any], *, timeout_s: float) -> CallResult:
-        """Call ``module:name`` with JSON keyword arguments in a child.
-
-        Raises:
-            ToolError: the sandbox cannot be started.
-        """
+        """Call ``module:name`` with JSON arguments in a child; ToolError only where the sandbox cannot be started."""
         report = await self._request(
             {"kind": "call", "function": function, "arguments": dict(arguments)}, timeout_s=timeout_s, keep_bytes=8192
         )
         return call_result(report, timeout_s)
 
     async def preload(self, function: str, *, timeout_s: float = 60.0) -> str | None:
-        """Import ``module:name`` in the zygote, so that children have it already; returns the problem, or None.
-
-        A restarted zygote imports it again.
-        """
+        """Import ``module:name`` in this and every later zygote, for its children; returns the problem, or None."""
         if function not in self._imported:
             self._imported.append(function)
         return await self._import(function, timeout_s)
 
     async def stop(self) -> None:
-        """End the zygote and every running call."""
         self._stopped = True
         async with self._starting:
             await self._close()
@@ -130,7 +110,6 @@ class ForkServer:
                 return {"refused": LOST}
 
     async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send one request and wait for its report; a lost zygote gives a report that says so."""
         number = next(self._ids)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
@@ -227,7 +206,6 @@ class ForkServer:
                     future.set_result({"refused": LOST})
 
     def _kill(self) -> None:
-        """End a zygote that does not end by itself."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()  # the guard then kills the zygote and everything below it
@@ -267,5 +245,4 @@ def _clean_environment() -> dict[str, str]:
 
 
 def _import_path() -> list[str]:
-    """``sys.path`` without relative entries."""
     return list(dict.fromkeys(os.path.abspath(entry) for entry in sys.path))

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, cast
 
 from megatron_fr.agents.contract import Agent
 from megatron_fr.config import AgentConfig
 from megatron_fr.errors import ConfigError
 from megatron_fr.runtime.importing import import_object
 
-#: Registered names and where their classes are; each takes ``(tokenizer, AgentConfig)``.
-AGENTS: dict[str, str] = {
+#: Import paths of the built-in agents.
+AGENTS = {
     "python_tool": "megatron_fr.agents.python_tool:PythonToolAgent",
-    "single_turn": "megatron_fr.agents.single_turn:SingleTurnAgent",
+    "single_turn": "megatron_fr.agents.python_tool:SingleTurnAgent",
 }
 
 
 def make_agent(config: AgentConfig, tokenizer: Any) -> Agent:
-    """The agent that ``config.kind`` names: a registered name, or ``module:Class``.
-
-    Raises:
-        ConfigError: the name is unknown, the class cannot be imported, or it does not take ``agent.args``.
-        ModelError: the tokenizer's chat template does not suit the agent.
-    """
+    """The agent that ``config.kind`` names; ConfigError where there is none, or it does not take ``agent.args``."""
     path = AGENTS.get(config.kind, config.kind)
     if ":" not in path:
-        known = ", ".join(sorted(AGENTS))
         raise ConfigError(
-            f"agent.kind={config.kind!r} is no registered agent ({known}); name one, or give module:Class"
+            f"agent.kind={config.kind!r} is no registered agent ({', '.join(AGENTS)}); name one, or give module:Class"
         )
     factory = import_object(path, "agent.kind")
     try:
@@ -38,5 +32,4 @@ def make_agent(config: AgentConfig, tokenizer: Any) -> Agent:
             f"agent.args={config.args!r} do not fit agent.kind={config.kind!r}: {error}; it is called with "
             "(tokenizer, AgentConfig, **agent.args)"
         ) from error
-    agent: Agent = factory(tokenizer, config, **config.args)
-    return agent
+    return cast(Agent, factory(tokenizer, config, **config.args))

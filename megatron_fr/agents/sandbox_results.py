@@ -1,4 +1,4 @@
-"""What the sandbox answers: from the zygote's reports to results that agents and rewards read."""
+"""From the zygote's reports to results that agents and rewards read."""
 
 from __future__ import annotations
 
@@ -14,19 +14,12 @@ LOST = "the sandbox process died during this call"
 
 @dataclass(frozen=True)
 class CodeResult:
-    """How one piece of code went.
+    """How one piece of code went."""
 
-    Attributes:
-        output: standard output and error, interleaved; at most ``output_chars`` characters and a note.
-        error: the reason of a failure in one line, or None.
-        timed_out: whether it was ended by the wall-time limit.
-        seconds: wall time, queueing included.
-    """
-
-    output: str
-    error: str | None
+    output: str  # standard output and error, interleaved; at most output_chars characters and a note
+    error: str | None  # the reason of a failure in one line
     timed_out: bool
-    seconds: float
+    seconds: float  # wall time, queueing included
 
 
 @dataclass(frozen=True)
@@ -40,14 +33,12 @@ class CallResult:
 
 
 def code_result(report: dict[str, Any], limits: ToolLimits, seconds: float) -> CodeResult:
-    """The result of a piece of code."""
     return CodeResult(
         _cut(report, limits.output_chars), _code_error(report, limits), bool(report.get("timed_out")), seconds
     )
 
 
 def call_result(report: dict[str, Any], timeout_s: float) -> CallResult:
-    """The result of a function call."""
     output = _cut(report, 4096)
     if report.get("timed_out"):
         return CallResult(None, f"took longer than {timeout_s:g} s", True, output)
@@ -61,7 +52,7 @@ def call_result(report: dict[str, Any], timeout_s: float) -> CallResult:
 
 
 def _cut(report: dict[str, Any], limit: int) -> str:
-    """The output, at most ``limit`` characters and a note: three quarters from its beginning, the rest from its end."""
+    """At most ``limit`` characters and a note: three quarters from the beginning, the rest from the end."""
     head, tail, dropped = report.get("head", ""), report.get("tail", ""), report.get("dropped", 0)
     if not dropped and len(head) <= limit:
         return str(head)

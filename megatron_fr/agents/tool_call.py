@@ -1,10 +1,23 @@
-"""Tool calls as Qwen models write them: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
+"""The Python tool as chat templates describe it, and tool calls as Qwen models write them:
+``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``. Standard library only."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from typing import Any
+
+PYTHON_TOOL_NAME = "python"
+
+#: In the form that ``apply_chat_template(tools=...)`` takes; short, because every prompt carries it.
+PYTHON_TOOL_SCHEMA: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": PYTHON_TOOL_NAME,
+        "description": "Run Python code and return what it prints.",
+        "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
+    },
+}
 
 _OPEN, _CLOSE, _END_OF_THOUGHT = "<tool_call>", "</tool_call>", "</think>"
 
@@ -25,24 +38,21 @@ class ToolCallError:
 
 
 def parse_tool_calls(text: str) -> list[ToolCall | ToolCallError]:
-    """The calls of one assistant turn, in order; empty when the turn calls nothing.
+    """The calls of one assistant turn, in order.
 
-    What stands before ``</think>`` is the model's reasoning and calls nothing. A call that the turn's end cuts off is
-    an error, not a call.
+    Reasoning before ``</think>`` calls nothing. A call that the turn's end cuts off is an error.
     """
-    rest = text.rpartition(_END_OF_THOUGHT)[2]
     calls: list[ToolCall | ToolCallError] = []
+    rest = text.rpartition(_END_OF_THOUGHT)[2]
     while _OPEN in rest:
         rest = rest.partition(_OPEN)[2]
         body, close, after = rest.partition(_CLOSE)
-        if not close:
+        if close and _OPEN not in body:
+            calls.append(_parse(body))
+            rest = after
+        else:  # never closed, or only a later opening is
             calls.append(ToolCallError(f"{_OPEN} without {_CLOSE}"))
-            break
-        if _OPEN in body:  # the first of two openings was never closed
-            calls.append(ToolCallError(f"{_OPEN} without {_CLOSE}"))
-            continue
-        calls.append(_parse(body))
-        rest = after
+            rest = rest if close else ""
     return calls
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
 import sys
 from collections.abc import Sequence
 
@@ -31,41 +33,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("doctor", help="check this machine and environment")
     arguments = parser.parse_args(argv)
     try:
-        return _run(arguments)
+        # Imported where needed: a report must not wait for torch and SGLang.
+        if arguments.command == "report":
+            from megatron_fr.observe.report import report_run
+
+            print(report_run(arguments.run_dir))
+            return 0
+        if arguments.command == "doctor":
+            from megatron_fr.cli import doctor
+
+            return doctor.run()
+        from megatron_fr.config import load_config
+        from megatron_fr.config.paths import check_inputs
+
+        config = load_config(arguments.config, arguments.overrides)
+        if arguments.command == "plan":
+            from megatron_fr.cli.plan import render
+
+            print(render(config, arguments.gpus, arguments.gpu_memory))
+            return 0
+        check_inputs(config)
+        if arguments.command == "eval":
+            from megatron_fr.cli.evaluate import evaluate_model
+
+            print(json.dumps(asyncio.run(evaluate_model(config))))
+            return 0
+        from megatron_fr.cli.train import Supervisor
+
+        return Supervisor(config).run()
     except MegatronFRError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    # Imported where needed: a report must not wait for torch and SGLang.
-    if arguments.command == "report":
-        from megatron_fr.observe.report import report_run
-
-        print(report_run(arguments.run_dir))
-        return 0
-    if arguments.command == "doctor":
-        from megatron_fr.cli import doctor
-
-        return doctor.run()
-    from megatron_fr.config import load_config
-
-    config = load_config(arguments.config, arguments.overrides)
-    if arguments.command == "plan":
-        from megatron_fr.cli.plan import render
-
-        print(render(config, arguments.gpus, arguments.gpu_memory))
-        return 0
-    from megatron_fr.config.paths import check_inputs
-
-    check_inputs(config)
-    if arguments.command == "eval":
-        from megatron_fr.cli.evaluate import evaluate_model
-
-        return evaluate_model(config)
-    from megatron_fr.cli.train import Supervisor
-
-    return Supervisor(config).run()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -10,23 +11,16 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import psutil
 
 from megatron_fr.engines.cpu_platform import PLATFORM_NAME
 
-Status = Literal["ok", "note", "warning", "broken"]
-
 CONSTRAINTS = Path(__file__).resolve().parents[2] / "launch" / "constraints.txt"
-
 #: Packages that must be installed; for the other pins only versions are compared.
 REQUIRED = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "pydantic", "aiohttp", "httpx")
-
-IMPORT_TIMEOUT_S = 180
-_MEMORY_GB, _DISK_GB = 8, 15
 
 _IMPORT_MEGATRON = """
 from megatron_fr.runtime.device import prepare_process, resolve_device
@@ -36,20 +30,16 @@ print(megatron.core.__version__)
 """
 _IMPORT_SGLANG = "from sglang.srt.platforms import current_platform; print(current_platform.device_type)"
 _CUT_OFF_NETWORK = """
-import os
-try:
-    os.unshare(os.CLONE_NEWNET)
-except OSError:
-    os.unshare(os.CLONE_NEWUSER | os.CLONE_NEWNET)
+from megatron_fr.agents.zygote.isolation import enter_namespaces
+raise SystemExit("network" not in enter_namespaces())
 """
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of the table; ``broken`` means that a run would fail."""
 
     name: str
-    status: Status
+    status: Literal["ok", "note", "warning", "broken"]
     detail: str
 
 
@@ -57,16 +47,15 @@ def run() -> int:
     """Print a line for each check; returns the exit code, 1 when something is broken."""
     broken = []
     for check in CHECKS:
-        finding = check()
-        print(f"{finding.name:<16} {finding.status:<8} {finding.detail}", flush=True)
-        if finding.status == "broken":
-            broken.append(finding.name)
+        name, status, detail = check()
+        print(f"{name:<16} {status:<8} {detail}", flush=True)
+        if status == "broken":
+            broken.append(name)
     print(f"broken: {', '.join(broken)}" if broken else "ready")
     return 1 if broken else 0
 
 
 def check_python() -> Finding:
-    """Check the interpreter's version."""
     detail = f"{platform.python_version()}, {sys.executable}"
     if sys.version_info[:2] != (3, 12):
         return Finding("python", "warning", f"{detail}; everything is tested on 3.12: use launch/env.sh")
@@ -74,7 +63,6 @@ def check_python() -> Finding:
 
 
 def check_packages(constraints: Path = CONSTRAINTS) -> Finding:
-    """Compare installed versions with the checkout's pins."""
     missing = [name for name in REQUIRED if _version(name) is None]
     if missing:
         return Finding("packages", "broken", f"not installed: {', '.join(missing)}; run launch/env.sh")
@@ -96,20 +84,16 @@ def check_megatron() -> Finding:
 
 
 def check_sglang_plugin() -> Finding:
-    """Check that SGLang finds this project's CPU platform and its hooks, and loads a platform."""
     for group, name in (("platforms", PLATFORM_NAME), ("plugins", f"{PLATFORM_NAME}_hooks")):
         if name not in importlib.metadata.entry_points(group=f"sglang.srt.{group}").names:
-            return Finding(
-                "sglang platform", "broken", f"no entry point {name!r}; install this project (launch/env.sh)"
-            )
+            detail = f"no entry point {name!r}; install this project (launch/env.sh)"
+            return Finding("sglang platform", "broken", detail)
     environment = {} if gpu_names() else {"SGLANG_PLATFORM": PLATFORM_NAME, "CUDA_VISIBLE_DEVICES": ""}
     return try_import("sglang platform", _IMPORT_SGLANG, "plugin found, SGLang runs on {}", environment)
 
 
 def check_gpu() -> Finding:
-    """Check that torch sees the GPUs that the driver sees."""
-    gpus = gpu_names()
-    if gpus:
+    if gpus := gpu_names():
         if importlib.metadata.packages_distributions().get("transformer_engine") is None:
             return Finding("gpu", "warning", f"{_some(gpus)}; no Transformer Engine: run launch/env.sh --gpu")
         return Finding("gpu", "ok", _some(gpus))
@@ -122,25 +106,23 @@ def check_memory(available: int | None = None) -> Finding:
     """Check free memory; an engine and a trainer of the tiny model take about 6 GB."""
     gigabytes = (psutil.virtual_memory().available if available is None else available) / 1e9
     detail = f"{gigabytes:.0f} GB free"
-    if gigabytes < _MEMORY_GB:
-        return Finding("memory", "warning", f"{detail}; an engine and a trainer need {_MEMORY_GB}: end other programs")
+    if gigabytes < 8:
+        return Finding("memory", "warning", f"{detail}; an engine and a trainer need 8: end other programs")
     return Finding("memory", "ok", detail)
 
 
 def check_disk(folder: Path | None = None, free: int | None = None) -> Finding:
-    """Check free disk space where a run would write."""
     folder = folder or Path.cwd()
     gigabytes = (shutil.disk_usage(folder).free if free is None else free) / 1e9
     detail = f"{gigabytes:.0f} GB free at {folder}"
     if not os.access(folder, os.W_OK):
         return Finding("disk", "broken", f"{folder} cannot be written to; set output to another folder")
-    if gigabytes < _DISK_GB:
+    if gigabytes < 15:
         return Finding("disk", "warning", f"{detail}; the environment takes 11 GB, checkpoints more")
     return Finding("disk", "ok", detail)
 
 
 def check_loopback() -> Finding:
-    """Check that a server on 127.0.0.1 can be reached."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()
@@ -150,7 +132,6 @@ def check_loopback() -> Finding:
 
 
 def check_sandbox() -> Finding:
-    """Check that tools can be cut off from the network."""
     if subprocess.run([sys.executable, "-c", _CUT_OFF_NETWORK], capture_output=True).returncode:
         remedy = "tools are refused unless agent.tool.require_network_isolation=false"
         return Finding("tool sandbox", "warning", f"no network namespaces here: {remedy}")
@@ -158,9 +139,7 @@ def check_sandbox() -> Finding:
 
 
 def check_slurm() -> Finding:
-    """Check that Slurm jobs can be submitted from here."""
-    sbatch = shutil.which("sbatch")
-    if sbatch is None:
+    if (sbatch := shutil.which("sbatch")) is None:
         return Finding("slurm", "note", "no sbatch here: runs stay on this machine")
     try:
         result = subprocess.run([sbatch, "--version"], capture_output=True, text=True, timeout=20)
@@ -178,11 +157,10 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 
 
 def try_import(
-    name: str, code: str, good: str, environment: dict[str, str] | None = None, timeout_s: float = IMPORT_TIMEOUT_S
+    name: str, code: str, good: str, environment: dict[str, str] | None = None, timeout_s: float = 180
 ) -> Finding:
     """Run code in a new interpreter; its last output line fills ``good``."""
-    env = {**os.environ, **(environment or {})}
-    command = [sys.executable, "-c", code]
+    command, env = [sys.executable, "-c", code], {**os.environ, **(environment or {})}
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=env)
     except subprocess.TimeoutExpired:
@@ -199,17 +177,14 @@ def gpu_names() -> list[str]:
 
 
 def _version(distribution: str) -> str | None:
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return None
 
 
-def _some(items: list[str], limit: int = 4) -> str:
-    rest = len(items) - limit
-    return ", ".join(items[:limit]) + (f" and {rest} more" if rest > 0 else "")
+def _some(items: list[str]) -> str:
+    return ", ".join(items[:4]) + (f" and {len(items) - 4} more" if len(items) > 4 else "")
 
 
 def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    return text.strip().rpartition("\n")[2].strip()

@@ -1,9 +1,6 @@
-"""``megatron-fr eval``: engines, agent and reward without a trainer, one evaluation, one line of JSON."""
+"""``megatron-fr eval``: one evaluation with engines, agent and reward, without a trainer."""
 
 from __future__ import annotations
-
-import asyncio
-import json
 
 import aiohttp
 
@@ -12,19 +9,14 @@ from megatron_fr.errors import ConfigError, EngineError
 from megatron_fr.rollout.service import RolloutService
 
 
-def evaluate_model(config: RunConfig) -> int:
-    """Evaluate ``config.model.path`` on every held-out set and print the metrics, by the names that training uses.
+async def evaluate_model(config: RunConfig) -> dict[str, float]:
+    """Evaluate ``config.model.path`` on every held-out set; the metrics have the names that training uses.
 
     Raises:
-        MegatronFRError: nothing to evaluate on, or the engines did not start or died.
+        MegatronFRError: there is nothing to evaluate on, or the engines did not start or died.
     """
     if not config.evaluation_sets:
         raise ConfigError("data.eval is not set; name a file or dataset of held-out prompts, or set evaluation.sets")
-    print(json.dumps(asyncio.run(_evaluate(config))))
-    return 0
-
-
-async def _evaluate(config: RunConfig) -> dict[str, float]:
     service = RolloutService(config, training=False)
     try:
         await service.start()

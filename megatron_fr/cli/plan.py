@@ -1,4 +1,4 @@
-"""Memory of each GPU in each layout: ``megatron-fr plan``. It needs no GPU and reads no weights.
+"""``megatron-fr plan``: memory of each GPU in each layout, without a GPU and without reading weights.
 
 Parameters are counted exactly, from the weight tables. Gradients are float32 buffers. AdamW keeps two float32 moments,
 and a float32 copy of bfloat16 weights; the distributed optimizer shards them. Activations, head and batch are estimates
@@ -8,7 +8,6 @@ for full-length trajectories. A rank fits when the sum takes at most nine tenths
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,8 +19,7 @@ from megatron_fr.errors import ConfigError
 from megatron_fr.hf.export import hf_tensor_specs
 from megatron_fr.hf.folder import read_spec
 from megatron_fr.models.layouts import check_aux_loss, check_layout, uses_sequence_parallel
-from megatron_fr.models.mappings import Buffer, WeightMapping
-from megatron_fr.models.sizes import Sizes
+from megatron_fr.models.mappings import Buffer, Sizes, WeightMapping
 from megatron_fr.models.spec import EMBEDDING, FINAL_NORM, HEAD, ModelSpec
 from megatron_fr.trainer.data.packing import plan_micro_batches
 from megatron_fr.trajectory import route_dtype
@@ -32,9 +30,8 @@ SCRATCH = 1 << 25
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-@dataclass(frozen=True)
-class RankMemory:
-    """The most loaded rank of a layout: numbers of parameters, and bytes of everything else."""
+class RankMemory(NamedTuple):
+    """The most loaded rank of a layout: number of parameters, and bytes in the order of the table's columns."""
 
     parallel: ParallelConfig
     parameters: int
@@ -46,33 +43,28 @@ class RankMemory:
     batch: int
 
     @property
-    def parts(self) -> tuple[int, ...]:
-        """Bytes in the order of the table's columns."""
-        return (self.weights, self.gradients, self.optimizer, self.activations, self.head, self.batch)
-
-    @property
     def total(self) -> int:
-        """Bytes of everything."""
-        return sum(self.parts)
+        return self.weights + self.gradients + self.optimizer + self.activations + self.head + self.batch
 
 
 def count_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
     """Count the parameters of a rank of a pipeline stage, with vocabulary padding: ``(all but experts, experts)``."""
 
     def size(mapping: WeightMapping) -> int:
-        ranks = parallel.etp if mapping.per_expert else parallel.tp
         if isinstance(mapping, Buffer):
             return 0
         meta = [torch.empty(shape, device="meta") for shape in mapping.hf_shapes(spec)]
-        return mapping.shard(meta, spec, 0, ranks).numel()
+        return mapping.shard(meta, spec, 0, parallel.etp if mapping.per_expert else parallel.tp).numel()
 
-    kinds = {}
-    for moe, mlp in ((False, spec.dense_mlp), (True, spec.moe_mlp)):
-        weights = spec.attention + mlp
-        experts = sum(size(mapping) for mapping in weights if mapping.per_expert) * spec.experts // parallel.ep
-        kinds[moe] = sum(size(mapping) for mapping in weights if not mapping.per_expert), experts
-    layers = [kinds[layer in spec.moe_layers] for layer in stage_layers(spec, parallel, stage)]
-    dense, experts = sum(layer[0] for layer in layers), sum(layer[1] for layer in layers)
+    dense = experts = 0
+    layers = stage_layers(spec, parallel, stage)
+    moe = sum(layer in spec.moe_layers for layer in layers)
+    for count, mlp in ((len(layers) - moe, spec.dense_mlp), (moe, spec.moe_mlp)):
+        for mapping in spec.attention + mlp:
+            if mapping.per_expert:
+                experts += count * size(mapping) * spec.experts // parallel.ep
+            else:
+                dense += count * size(mapping)
     first, last = stage == 0, stage == parallel.pp - 1
     if first or (last and spec.tie):  # the last stage has a copy of a tied embedding
         dense += size(EMBEDDING)
@@ -82,7 +74,7 @@ def count_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> t
 
 
 def stage_layers(sizes: Sizes, parallel: ParallelConfig, stage: int) -> list[int]:
-    """Layers, from 0, of a pipeline stage; with virtual stages the stages take turns."""
+    """List the layers, from 0, of a pipeline stage; with virtual stages the stages take turns."""
     each = sizes.layers // (parallel.pp * parallel.vpp)
     return [layer for layer in range(sizes.layers) if layer // each % parallel.pp == stage]
 
@@ -96,18 +88,10 @@ def rank_memory(spec: ModelSpec, config: RunConfig, parallel: ParallelConfig) ->
     stages = []
     for stage in range(parallel.pp):
         dense, experts = count_parameters(spec, parallel, stage)
-        stages.append(
-            RankMemory(
-                parallel,
-                parameters=dense + experts,
-                weights=(dense + experts) * width,
-                gradients=(dense + experts) * 4,
-                optimizer=-(-dense // dense_shard) * state + -(-experts // expert_shard) * state,
-                activations=activation_bytes(spec, config, parallel, stage),
-                head=head_bytes(spec, config, parallel) if stage == parallel.pp - 1 else 0,
-                batch=batch_bytes(spec, config, parallel, stage),
-            )
-        )
+        total, optimizer = dense + experts, (-(-dense // dense_shard) + -(-experts // expert_shard)) * state
+        activations, batch = (count(spec, config, parallel, stage) for count in (activation_bytes, batch_bytes))
+        head = head_bytes(spec, config, parallel) if stage == parallel.pp - 1 else 0
+        stages.append(RankMemory(parallel, total, total * width, total * 4, optimizer, activations, head, batch))
     return max(stages, key=lambda memory: memory.total)
 
 
@@ -125,7 +109,7 @@ def activation_bytes(spec: ModelSpec, config: RunConfig, parallel: ParallelConfi
     only each layer's input, and one layer at a time is whole.
     """
     width = _DTYPE_BYTES[config.model.dtype]
-    batches = _micro_batches(config, parallel)
+    number, _, tokens = _micro_batches(config, parallel)
     sequence = parallel.tp if uses_sequence_parallel(spec, parallel) else 1
     layers = stage_layers(spec, parallel, stage)
     each, moe = len(layers), sum(layer in spec.moe_layers for layer in layers)
@@ -139,13 +123,13 @@ def activation_bytes(spec: ModelSpec, config: RunConfig, parallel: ParallelConfi
     work = max(dense_work if moe < each else 0, routed_work if moe else 0)
     virtual = parallel.vpp
     interleaved = 2 * (parallel.pp - 1 - stage) + (virtual - 1) * parallel.pp + 1
-    in_flight = min(interleaved if virtual > 1 else parallel.pp - stage, batches.number * virtual) / virtual
+    in_flight = min(interleaved if virtual > 1 else parallel.pp - stage, number * virtual) / virtual
     if config.train.recompute == "full":
         one_layer = max(dense if moe < each else 0, routed if moe else 0)
         per_token = each * spec.hidden / sequence * in_flight + one_layer + work
     else:
         per_token = ((each - moe) * dense + moe * routed) * in_flight + work
-    return int(per_token * (batches.tokens // parallel.cp) * width)
+    return int(per_token * (tokens // parallel.cp) * width)
 
 
 def head_bytes(spec: ModelSpec, config: RunConfig, parallel: ParallelConfig) -> int:
@@ -157,8 +141,8 @@ def head_bytes(spec: ModelSpec, config: RunConfig, parallel: ParallelConfig) -> 
     a float32 scratch.
     """
     width = _DTYPE_BYTES[config.model.dtype]
-    batches = _micro_batches(config, parallel)
-    actions = min(batches.rows * config.rollout.max_new_tokens, batches.tokens // parallel.cp)
+    _, trajectories, tokens = _micro_batches(config, parallel)
+    actions = min(trajectories * config.rollout.max_new_tokens, tokens // parallel.cp)
     rows = spec.padded_vocab(parallel.tp) // parallel.tp
     keep = config.train.logprob_mode == "keep"
     logits = (actions if keep else min(actions, config.train.logprob_chunk_tokens)) * rows
@@ -184,26 +168,17 @@ def batch_bytes(spec: ModelSpec, config: RunConfig, parallel: ParallelConfig, st
     return tokens * token + tokens // sequence * routes
 
 
-class _MicroBatches(NamedTuple):
+def _micro_batches(config: RunConfig, parallel: ParallelConfig) -> tuple[int, int, int]:
     """Largest number of micro-batches of a rank, and of trajectories and tokens (over all CP ranks) in one of them."""
-
-    number: int
-    rows: int
-    tokens: int
-
-
-def _micro_batches(config: RunConfig, parallel: ParallelConfig) -> _MicroBatches:
-    longest, packed, share = (
-        config.rollout.max_context,
-        config.train.max_tokens_per_micro_batch,
-        _share(config, parallel),
-    )
-    if packed is not None:  # each holds at least one trajectory, of any length
-        return _MicroBatches(share, share, min(max(longest, packed), share * longest))
-    size, multiple = config.train.micro_batch_size, parallel.pp if parallel.vpp > 1 else 1
-    groups = plan_micro_batches([[longest] * share], 0, micro_batch_size=size, max_tokens=None, multiple_of=multiple)
+    train, longest, share = config.train, config.rollout.max_context, _share(config, parallel)
+    if (packed := train.max_tokens_per_micro_batch) is not None:  # each holds at least one trajectory, of any length
+        return share, share, min(max(longest, packed), share * longest)
+    groups = plan_micro_batches(
+        [[longest] * share], 0, micro_batch_size=train.micro_batch_size, max_tokens=None,
+        multiple_of=parallel.pp if parallel.vpp > 1 else 1,
+    )  # fmt: skip
     rows = max(map(len, groups))
-    return _MicroBatches(len(groups), rows, rows * longest)
+    return len(groups), rows, rows * longest
 
 
 def _share(config: RunConfig, parallel: ParallelConfig) -> int:
@@ -225,12 +200,11 @@ def legal_layouts(spec: ModelSpec, config: RunConfig, world_size: int) -> list[P
             parallel = ParallelConfig.model_validate(config.parallel.model_dump() | changes)
             check_layout(spec, parallel)
             RunConfig.model_validate(dict(config) | {"parallel": parallel})
+            found.append(parallel)
         except ValidationError as error:
             refusals.append(error.errors()[0]["msg"].removeprefix("Value error, "))
         except ConfigError as error:
             refusals.append(str(error))
-        else:
-            found.append(parallel)
     if not found:
         reason = f"with none above 1: {refusals[0]}" if refusals else "give at least 1"
         raise ConfigError(f"--gpus {world_size}: no TP, EP, PP and CP suit the model and the configuration; {reason}")
@@ -238,11 +212,7 @@ def legal_layouts(spec: ModelSpec, config: RunConfig, world_size: int) -> list[P
 
 
 def render(config: RunConfig, gpus: int | None, gpu_memory_gb: float) -> str:
-    """Make the table of ``megatron-fr plan``.
-
-    Args:
-        gpus: trainer GPUs, for which every legal layout is listed; None lists only the configuration's own.
-        gpu_memory_gb: memory of one GPU in 10^9 bytes.
+    """Make the table for every legal layout on ``gpus`` trainer GPUs; None lists only the configuration's own.
 
     Raises:
         ConfigError: the trainer refuses the layout, or no layout is legal.
@@ -250,22 +220,19 @@ def render(config: RunConfig, gpus: int | None, gpu_memory_gb: float) -> str:
     """
     spec = read_spec(config.model.path)
     check_aux_loss(spec, config.train.moe_aux_loss_coeff)
-    width = _DTYPE_BYTES[config.model.dtype]
     if gpus is None:
         check_layout(spec, config.parallel)
     layouts = [config.parallel] if gpus is None else legal_layouts(spec, config, gpus)
-    tensors = hf_tensor_specs(spec, torch.bfloat16 if width == 2 else torch.float32)
-    sync = sum(tensor.num_bytes for tensor in tensors)
+    width, dtype = _DTYPE_BYTES[config.model.dtype], getattr(torch, config.model.dtype)
+    sync = sum(tensor.num_bytes for tensor in hf_tensor_specs(spec, dtype))
     token = 2 * spec.layers * spec.kv_size * width // min(config.rollout.engine_tp, spec.kv_heads)
     contexts = -(-config.rollout.max_concurrent_trajectories // config.rollout.engines) * config.rollout.max_context
     engine_weights = sync / config.rollout.engine_tp
     usable = gpu_memory_gb * USABLE * 1e9
+    fits = engine_weights + token * contexts <= usable
+    engine = "fits" if fits else "does not fit at once; runners will wait for room"
     if engine_weights + token * config.rollout.max_context > usable:
         engine = "weights and one trajectory do not fit; raise rollout.engine_tp"
-    elif engine_weights + token * contexts > usable:
-        engine = "does not fit at once; runners will wait for room"
-    else:
-        engine = "fits"
     lines = [
         f"{spec.architecture}: {sync // width:,} parameters, {config.model.dtype}",
         f"weight sync: {sync / 1e9:.2f} GB an update to each engine",
@@ -278,8 +245,8 @@ def render(config: RunConfig, gpus: int | None, gpu_memory_gb: float) -> str:
     found = sorted((rank_memory(spec, config, layout) for layout in layouts), key=lambda memory: memory.total)
     for memory in found:
         p = memory.parallel
-        columns = zip((*memory.parts, memory.total), (10, 11, 11, 13, 8, 8, 8), strict=True)
+        columns = zip((*memory[2:], memory.total), (10, 11, 11, 13, 8, 8, 8), strict=True)
         gb = "".join(f"{part / 1e9:{width}.2f}" for part, width in columns)
-        fits = "yes" if memory.total <= usable else "no"
-        lines.append(f"{p.tp:4}{p.ep:4}{p.pp:4}{p.cp:4}{p.dp:4}{memory.parameters:16,}{gb}  {fits}")
+        fit = "yes" if memory.total <= usable else "no"
+        lines.append(f"{p.tp:4}{p.ep:4}{p.pp:4}{p.cp:4}{p.dp:4}{memory.parameters:16,}{gb}  {fit}")
     return "\n".join(lines)

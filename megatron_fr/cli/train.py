@@ -44,33 +44,27 @@ class Child:
 
     @classmethod
     def spawn(
-        cls, name: str, log: Path, arguments: Sequence[str], environment: Mapping[str, str], *, share_stdout: bool
+        cls, name: str, log: Path, arguments: Sequence[str], environment: Mapping[str, str], share_stdout: bool = False
     ) -> Child:
         """Start Python in a session of its own; it dies with this process and appends its output to ``log``."""
         with log.open("ab") as file:
             start = file.tell()
             process = subprocess.Popen(
-                tied_to_us([sys.executable, "-u", *arguments]),
-                stdout=None if share_stdout else file,
-                stderr=file,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
+                tied_to_us([sys.executable, "-u", *arguments]), stdin=subprocess.DEVNULL,
+                stdout=None if share_stdout else file, stderr=file, start_new_session=True,
                 env={"OMP_NUM_THREADS": "1", **os.environ, **environment},
-            )
+            )  # fmt: skip
         return cls(name, process, log, start)
 
     def error(self) -> str | None:
-        """The last ``error:`` line of its log, with the lines that follow."""
-        lines = self._lines()
-        for index in reversed(range(len(lines))):
-            if lines[index].startswith("error: "):
-                return "\n".join([lines[index].removeprefix("error: "), *lines[index + 1 :]])
-        return None
+        """Find the last ``error:`` line of its log, with the lines that follow."""
+        _, found, text = "\n".join(["", *self._lines()]).rpartition("\nerror: ")
+        return text if found else None
 
     def reason(self) -> str:
-        """Why the dead process ended: its own error, or exit code or signal and its last lines."""
-        code = self.process.poll()
-        ended = f"exit code {code}" if code is None or code >= 0 else f"signal {signal.Signals(-code).name}"
+        """Say why the ended process ended: its own error, or exit code or signal and its last lines."""
+        code = self.process.wait()
+        ended = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         last = "\n".join(self._lines()[-15:])
         return self.error() or f"{self.name} ended with {ended}; last lines of {self.log}:\n{last}"
 
@@ -81,7 +75,7 @@ class Child:
         self.process.wait()
 
     def tree(self) -> list[psutil.Process]:
-        """The process and its descendants."""
+        """List the process and its descendants."""
         with contextlib.suppress(psutil.NoSuchProcess):
             root = psutil.Process(self.process.pid)
             return [*root.children(recursive=True), root]
@@ -133,59 +127,53 @@ class Supervisor:
         return 130 if self._signals and status == 0 else status
 
     def _run(self) -> int:
-        resume = None
-        if self._config.checkpoint.resume == "auto":
-            resume = newest_usable(self._output)
-            if resume is not None:
-                print(f"going on from {resume}; checkpoint.resume=never starts anew", flush=True)
+        resume = newest_usable(self._output) if self._config.checkpoint.resume == "auto" else None
+        if resume is not None:
+            print(f"going on from {resume}; checkpoint.resume=never starts anew", flush=True)
         print(f"starting {self._config.rollout.engines} engine(s); logs in {self._logs}", flush=True)
         started = time.monotonic()
         self._url_file.unlink(missing_ok=True)
-        self._service = self._start_service(resume)
         # Held to the end: the ranks bind the port only after their imports, while engines look for ports.
         with lease_free_port("127.0.0.1") as rendezvous:
-            # Ranks import and build their model while the engines start.
-            for rank in range(self._config.parallel.world_size):
-                self._ranks.append(self._start_rank(rank, resume, rendezvous.port))
+            service = self._start(resume, rendezvous.port)
             while not self._url_file.exists():
                 if self._signals:
                     return 0
-                if self._service.process.poll() is not None:
-                    raise MegatronFRError(self._service.reason())
-                raise_failure(self._service, self._ranks)
+                if service.process.poll() is not None:
+                    raise MegatronFRError(service.reason())
+                raise_failure(service, self._ranks)
                 time.sleep(_POLL_S)
             print(f"engines ready after {time.monotonic() - started:.0f} s", flush=True)
             self._wait_for_ranks()
-            raise_failure(self._service, self._ranks)
+            raise_failure(service, self._ranks)
             return 0
 
-    def _start_service(self, resume: Path | None) -> Child:
+    def _start(self, resume: Path | None, port: int) -> Child:
+        """Start the service, which is returned, and the ranks, which build their model while the engines start."""
+        url, config = str(self._url_file), ["--config", self._config_file]
         restore = "never" if resume is None else str(resume / ROLLOUT_FILE)
-        command = ["-m", "megatron_fr.rollout", "--config", self._config_file, "--url-file", str(self._url_file)]
-        return Child.spawn(
-            "the rollout service", self._logs / "rollout.log", [*command, "--restore", restore], self._engine_gpus,
-            share_stdout=False,
-        )  # fmt: skip
-
-    def _start_rank(self, rank: int, resume: Path | None, port: int) -> Child:
-        command = ["-m", "megatron_fr.trainer", "--config", self._config_file, "--service", str(self._url_file)]
-        command += ["--resume", "never" if resume is None else str(resume)]
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self._config.parallel.world_size)}
-        environment = {**self._rank_gpus, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        log = self._logs / f"trainer-{rank}.log"
-        return Child.spawn(f"trainer rank {rank}", log, command, environment, share_stdout=rank == 0)
+        command = ["-m", "megatron_fr.rollout", *config, "--url-file", url, "--restore", restore]
+        log = self._logs / "rollout.log"
+        self._service = service = Child.spawn("the rollout service", log, command, self._engine_gpus)
+        command = ["-m", "megatron_fr.trainer", *config, "--service", url, "--resume", str(resume or "never")]
+        world_size = self._config.parallel.world_size
+        place = self._rank_gpus | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
+        for rank in range(world_size):
+            environment = place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            log = self._logs / f"trainer-{rank}.log"
+            self._ranks.append(Child.spawn(f"trainer rank {rank}", log, command, environment, rank == 0))
+        return service
 
     def _wait_for_ranks(self) -> None:
         """Wait until the ranks end or one fails; an interruption asks them to save and stop."""
-        grace = self._config.checkpoint.stop_grace_s
-        deadline: float | None = None
+        grace, deadline = self._config.checkpoint.stop_grace_s, float("inf")
         while any(rank.process.poll() is None for rank in self._ranks):
-            if self._signals and deadline is None:
+            if self._signals and deadline == float("inf"):
                 print("\ninterrupted: the trainer saves a checkpoint and stops", flush=True)
                 deadline = time.monotonic() + grace
                 for rank in self._ranks:
                     rank.process.terminate()
-            if deadline is not None and (time.monotonic() > deadline or self._signals > 1):
+            if time.monotonic() > deadline or self._signals > 1:
                 raise MegatronFRError(
                     f"the trainer did not stop within checkpoint.stop_grace_s={grace:g} and was killed; the same "
                     "command goes on from its last training checkpoint"
@@ -225,8 +213,7 @@ def raise_failure(service: Child, ranks: Sequence[Child]) -> None:
     Raises:
         MegatronFRError: a rank ended with an error.
     """
-    failed = next((rank for rank in ranks if rank.process.poll()), None)
-    if failed is None:
+    if (failed := next((rank for rank in ranks if rank.process.poll()), None)) is None:
         return
     if (service.process.poll() or 0) < 0:  # killed: ranks know only that nobody answers
         raise MegatronFRError(service.reason())
@@ -240,22 +227,15 @@ def raise_failure(service: Child, ranks: Sequence[Child]) -> None:
 
 
 def _gpu_environments(config: RunConfig) -> tuple[dict[str, str], dict[str, str]]:
-    """Variables that show trainer ranks and engines their GPUs; empty on a CPU.
-
-    Raises:
-        ConfigError: a GPU was asked for and there is none, or there are too few.
-    """
+    """Make the variables that show trainer ranks and engines their GPUs; empty on a CPU."""
     if config.device == "cpu":
         return {}, {}
     from megatron_fr.runtime.device import resolve_device, split_gpus, visible_gpus  # slow: imports torch
 
     if resolve_device(config.device).kind == "cpu":
         return {}, {}
-    ranks, engines = split_gpus(
-        visible_gpus(),
-        trainer_ranks=config.parallel.world_size,
-        engine_gpus=config.rollout.engines * config.rollout.engine_tp,
-    )
+    needed = config.rollout.engines * config.rollout.engine_tp
+    ranks, engines = split_gpus(visible_gpus(), trainer_ranks=config.parallel.world_size, engine_gpus=needed)
     return {"CUDA_VISIBLE_DEVICES": ",".join(ranks)}, {"CUDA_VISIBLE_DEVICES": ",".join(engines)}
 
 

@@ -1,1 +1,0 @@
-"""Offline tools for model folders: conversion, inspection, quantisation."""

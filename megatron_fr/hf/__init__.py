@@ -1,1 +1,0 @@
-"""Hugging Face folders from and to a live Megatron-Core model."""

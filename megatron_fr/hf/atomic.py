@@ -1,7 +1,5 @@
 """A folder that appears whole or not at all."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -67,27 +65,29 @@ def _restore(out: Path, old: Path) -> None:
         os.rename(old, out)
 
 
-def sync_path(path: Path) -> None:
-    """Bring a file, or a folder's names where its file system can, to the disk.
-
-    Raises:
-        OSError: the disk is full or gone.
-    """
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if not (path.is_dir() and error.errno in _NO_FOLDER_SYNC):
-            raise
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def sync_path(path: Path) -> None:
+    """Bring a file, or a folder's names where its file system can, to the disk; an OSError if it is full or gone."""
+    with _opened(path) as descriptor:
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if not (path.is_dir() and error.errno in _NO_FOLDER_SYNC):
+                raise
 
 
 @contextmanager
 def _locked(folder: Path, out: Path) -> Iterator[None]:
     """Hold the folder's lock, which goes with the process; on a file system without locks hold none."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
+    with _opened(folder) as descriptor:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -95,17 +95,13 @@ def _locked(folder: Path, out: Path) -> Iterator[None]:
         except OSError as error:
             print(f"{folder} cannot be locked ({error.strerror}): start one conversion to it at a time", flush=True)
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _check_replaceable(out: Path, overwrite: bool) -> None:
     """Accept nothing, an empty folder and, when asked, a result; anything else is most likely a mistyped path."""
-    if not out.exists():
-        return
-    if not out.is_dir():
+    if out.exists() and not out.is_dir():
         raise ModelError(f"{out} is a file; choose a folder")
-    held = sorted(path.name for path in out.iterdir())
+    held = sorted(path.name for path in out.iterdir()) if out.exists() else []
     if held and not {"config.json", ".metadata"} & set(held):
         raise ModelError(f"{out} exists and holds neither a model nor a checkpoint; choose another folder or empty it")
     if held and not overwrite:

@@ -1,7 +1,5 @@
 """A Megatron-Core model, whatever its layout, as Hugging Face tensors on global rank 0, one at a time."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,9 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fr.models import local
-from megatron_fr.models.local import Placement
-from megatron_fr.models.mappings import WeightMapping
-from megatron_fr.models.sizes import Sizes
+from megatron_fr.models.mappings import Sizes, WeightMapping
 from megatron_fr.models.spec import MappedParameter, ModelSpec
 
 
@@ -34,10 +30,7 @@ class TensorSpec:
 def hf_tensor_specs(spec: ModelSpec, dtype: torch.dtype) -> list[TensorSpec]:
     """Every Hugging Face tensor of the model in the order of :func:`iter_hf_tensors`. No collective.
 
-    Tensors that engines load as one (q, k and v; gate and up) follow each other.
-
-    Args:
-        dtype: of the parameters.
+    Tensors that engines load as one (q, k and v; gate and up) follow each other. ``dtype`` is that of the parameters.
     """
     return [
         TensorSpec(name, shape, entry.mapping.dtype or dtype)
@@ -57,17 +50,19 @@ def iter_hf_tensors(chunks: Sequence[torch.nn.Module], spec: ModelSpec) -> Itera
     rank = dist.get_rank()
     held = local.parameters(chunks)
     example = next(iter(held.values()))
-    places: list[Placement] = [None] * dist.get_world_size()  # type: ignore[list-item]
+    places: list[local.Placement] = [None] * dist.get_world_size()  # type: ignore[list-item]
     dist.all_gather_object(places, local.placement(chunks))
     for entry in spec.parameters():
         sources = _sources(entry, places)
         if rank == 0:
-            shards = [
-                held[entry.param].data
-                if source == 0
-                else _receive(source, shard_shape(entry.mapping, spec, len(sources)), example, entry.mapping.dtype)
-                for source in sources
-            ]
+            shards = []
+            for source in sources:
+                if source == 0:
+                    shards.append(held[entry.param].data)
+                    continue
+                shape = shard_shape(entry.mapping, spec, len(sources))
+                shards.append(torch.empty(shape, dtype=entry.mapping.dtype or example.dtype, device=example.device))
+                dist.recv(shards[-1], src=source)
             yield from zip(entry.hf, entry.mapping.gather(shards, spec), strict=True)
         else:
             if rank in sources:
@@ -75,32 +70,15 @@ def iter_hf_tensors(chunks: Sequence[torch.nn.Module], spec: ModelSpec) -> Itera
             yield from ((name, None) for name in entry.hf)
 
 
-def _sources(entry: MappedParameter, places: Sequence[Placement]) -> list[int]:
+def _sources(entry: MappedParameter, places: Sequence[local.Placement]) -> list[int]:
     """The lowest global rank that holds each shard of ``entry``, in TP rank order; one rank where all hold the same."""
     by_shard: dict[int, int] = {}
     size = 1
     for rank, place in enumerate(places):
-        if not _holds(place, entry):
-            continue
-        shard, size = place.tp_rank, place.tp_size
-        if entry.mapping.per_expert:
-            shard, size = place.expert_tp_rank, place.expert_tp_size
-        by_shard.setdefault(shard, rank)
-    if entry.mapping.replicated:
-        return [min(by_shard.values())]
-    return [by_shard[shard] for shard in range(size)]
-
-
-def _holds(place: Placement, entry: MappedParameter) -> bool:
-    if entry.layer is None:
-        return place.has_embedding if entry.param.startswith("embedding.") else place.has_head
-    return entry.layer in place.layers and (entry.expert is None or entry.expert in place.experts)
-
-
-def _receive(source: int, shape: tuple[int, ...], example: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    shard = torch.empty(shape, dtype=dtype or example.dtype, device=example.device)
-    dist.recv(shard, src=source)
-    return shard
+        if place.holds(entry):
+            shard, size = place.shard(entry)
+            by_shard.setdefault(shard, rank)
+    return [min(by_shard.values())] if entry.mapping.replicated else [by_shard[shard] for shard in range(size)]
 
 
 @functools.lru_cache(maxsize=256)

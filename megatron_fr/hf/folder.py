@@ -1,7 +1,5 @@
 """A Hugging Face model folder: where it is, its configuration, and its files that are no weights."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -14,18 +12,14 @@ from megatron_fr.errors import ModelError
 from megatron_fr.models.registry import FAMILIES, check_architectures, model_spec
 from megatron_fr.models.spec import ModelSpec
 
-#: Configuration, generation configuration, tokenizer and chat template; not weights, and not their index.
+#: Endings of a model's files that are no weights; the weights' index, ``.index.json``, is none of them.
 _COPIED_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
 
 
 def resolve_folder(path: str | Path, *, weights: bool = True) -> Path:
     """A local folder as it is; a hub name such as ``Qwen/Qwen3-30B-A3B`` through the hub's cache.
 
-    Args:
-        weights: fetch them too; otherwise only what :func:`copy_other_files` copies.
-
-    Raises:
-        ModelError: there is no such folder, or the hub does not have or give it.
+    Without ``weights`` only what :func:`copy_other_files` copies is fetched. A ModelError says why there is no folder.
     """
     check_model_path(path)
     if (folder := Path(path)).is_dir():
@@ -47,8 +41,7 @@ def read_spec(path: str | Path) -> ModelSpec:
     """Describe a model folder or hub name, of which no weights are fetched.
 
     Raises:
-        ModelError: the folder or its ``config.json`` is missing or damaged, or names an architecture that has no
-            mapping, a dtype that no weights have, or a feature that is not supported.
+        ModelError: the folder or its ``config.json`` is missing or damaged, or names something unsupported.
     """
     folder = resolve_folder(path, weights=False)
     config = _read_json(folder)
@@ -57,8 +50,7 @@ def read_spec(path: str | Path) -> ModelSpec:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     # Here, for transformers lists all that it knows, or asks whether to run code that came with the model.
-    if "architectures" in config:
-        check_architectures(config["architectures"], str(folder / "config.json"))
+    check_architectures(config.get("architectures"), str(folder / "config.json"))
     if config.get("model_type") not in list(CONFIG_MAPPING):
         raise ModelError(
             f"{folder / 'config.json'}: model_type {config.get('model_type')!r} is unknown; supported architectures: "
@@ -90,11 +82,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def stated_dtype(folder: Path) -> torch.dtype | None:
-    """The dtype that ``config.json`` says the weights have; None where it says none.
-
-    Raises:
-        ModelError: it says something else than a dtype that weights are trained in.
-    """
+    """The dtype that ``config.json`` states, None where it states none; a ModelError where it has another name."""
     config = _read_json(folder)
     name = config.get("dtype") or config.get("torch_dtype")
     if name is not None and name not in list(_DTYPES):  # a list: what is there need not be hashable
@@ -102,15 +90,8 @@ def stated_dtype(folder: Path) -> torch.dtype | None:
     return None if name is None else _DTYPES[name]
 
 
-def copy_other_files(source: Path, out: Path, *, but: str = "") -> None:
-    """Copy configuration, generation configuration, tokenizer and chat template; not weights, and not their index.
-
-    Args:
-        but: name of a file that is not copied.
-
-    Raises:
-        OSError: names the file that could not be copied.
-    """
+def copy_other_files(source: Path, out: Path) -> None:
+    """Copy configuration, generation configuration, tokenizer and chat template; not weights, and not their index."""
     for file in source.iterdir():
-        if file.suffix in _COPIED_SUFFIXES and not file.name.endswith(".index.json") and file.name != but:
+        if file.suffix in _COPIED_SUFFIXES and not file.name.endswith(".index.json"):
             shutil.copyfile(file, out / file.name)

@@ -3,13 +3,10 @@
 Files are mapped, not read: a tensor, and a slice of one, costs memory only for the pages that are used.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, KeysView, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,12 +20,14 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 #: Ends the names of what a folder of float8 weights holds besides the model's tensors.
 SCALE_SUFFIX = "_scale"
+#: Largest weight file, and so the most that a writer holds of what it has not written.
+SHARD_BYTES = 2 * 10**9
 #: Stored by some exporters, and computed here.
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 
 
 class WeightFiles:
-    """The tensors of a folder by name; a context manager.
+    """The tensors of a folder by name.
 
     Raises:
         ModelError: no weight file, a missing or damaged one, or an index that does not match the files.
@@ -41,28 +40,25 @@ class WeightFiles:
             named = _weight_map(folder / INDEX_NAME)
         elif not (folder / SINGLE_NAME).is_file():
             raise ModelError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}; convert the weights to safetensors")
-        self._files = ExitStack()
         self._file_of: dict[str, tuple[str, Any]] = {}
-        with ExitStack() as opened:
-            for file in sorted(set(named.values())) or [SINGLE_NAME]:
-                handle = opened.enter_context(_open(folder / file))
-                self._file_of |= dict.fromkeys(handle.keys(), (file, handle))
-            for tensor, file in named.items():
-                if tensor not in self._file_of or self._file_of[tensor][0] != file:
-                    raise ModelError(f"{folder / file} does not hold {tensor!r}, which {INDEX_NAME} says it does")
-            self._files = opened.pop_all()
+        for file in sorted(set(named.values())) or [SINGLE_NAME]:
+            handle = _open(folder / file)
+            self._file_of |= dict.fromkeys(handle.keys(), (file, handle))
+        for tensor, file in named.items():
+            if tensor not in self._file_of or self._file_of[tensor][0] != file:
+                raise ModelError(f"{folder / file} does not hold {tensor!r}, which {INDEX_NAME} says it does")
 
     @property
-    def names(self) -> set[str]:
+    def names(self) -> KeysView[str]:
         """All tensors in the files."""
-        return set(self._file_of)
+        return self._file_of.keys()
 
     def file(self, name: str) -> Path:
         """The file that holds a tensor."""
         return self.folder / self._file_of[name][0]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor in its mapped file: use it before the files are closed, and do not write to it."""
+        """The tensor in its mapped file; do not write to it."""
         tensor: torch.Tensor = self._file_of[name][1].get_tensor(name)
         return tensor
 
@@ -70,17 +66,6 @@ class WeightFiles:
         """Shape and dtype."""
         tensor = self.tensor(name)
         return TensorSpec(name, tuple(tensor.shape), tensor.dtype)
-
-    def close(self) -> None:
-        """Close the files."""
-        self._file_of.clear()
-        self._files.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _open(path: Path) -> Any:
@@ -103,10 +88,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def open_weights(folder: Path, spec: ModelSpec, *, quantized: bool = False) -> WeightFiles:
-    """Open a folder whose tensors have the names and shapes that the configuration implies.
-
-    Args:
-        quantized: scales may be there too.
+    """Open a folder whose tensors have the names and shapes that the configuration implies; may hold scales if asked.
 
     Raises:
         ModelError: names the file and the tensor that is missing, left over, damaged or of another shape.
@@ -115,9 +97,12 @@ def open_weights(folder: Path, spec: ModelSpec, *, quantized: bool = False) -> W
     expected = {tensor.name: tensor.shape for tensor in hf_tensor_specs(spec, torch.float32)}
     if missing := [name for name in expected if name not in files.names]:
         raise ModelError(f"{folder}: {len(missing)} tensors are missing, among them {missing[0]!r}")
-    allowed = expected.keys() | ({"lm_head.weight"} if spec.tie else set())
-    ignored = [name for name in files.names if name.endswith(_IGNORED_SUFFIX) or name.startswith(spec.unused_tensors)]
-    left_over = sorted(files.names - allowed - set(ignored))
+    left_over = sorted(
+        name
+        for name in files.names - expected.keys()
+        if not (name.endswith(_IGNORED_SUFFIX) or name.startswith(spec.unused_tensors))
+        and not (spec.tie and name == "lm_head.weight")
+    )
     scales = [name for name in left_over if name.endswith(SCALE_SUFFIX)]
     if scales and not quantized:
         raise ModelError(
@@ -130,41 +115,21 @@ def open_weights(folder: Path, spec: ModelSpec, *, quantized: bool = False) -> W
             "the folder's config.json describes another model"
         )
     for name, shape in expected.items():
-        if files.spec(name).shape != shape:
-            raise ModelError(
-                f"{files.file(name)}: tensor {name!r} has shape {files.spec(name).shape}, config.json implies {shape}"
-            )
+        if (found := files.spec(name).shape) != shape:
+            raise ModelError(f"{files.file(name)}: tensor {name!r} has shape {found}, config.json implies {shape}")
     return files
 
 
 def write_weights(
-    folder: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, torch.Tensor]], shard_bytes: int
+    folder: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, torch.Tensor | None]], shard_bytes: int
 ) -> None:
     """Write the tensors that ``specs`` announce, in its order and dtypes, with an index where there are several files.
 
-    One file's tensors are in memory at a time.
+    One file's tensors are in memory at a time. A tensor larger than ``shard_bytes`` has a file of its own.
 
     Raises:
         OSError, SafetensorError: a file cannot be written; :func:`~megatron_fr.hf.atomic.atomic_folder` explains them.
     """
-    files = plan_files(specs, shard_bytes)
-    for file, members in files.items():
-        shard: dict[str, torch.Tensor] = {}
-        for spec in members:
-            name, tensor = next(tensors)
-            assert (name, tuple(tensor.shape)) == (spec.name, spec.shape), name
-            # A copy: a view of a layer's experts would keep all of them in memory.
-            shard[name] = tensor.to("cpu", spec.dtype, copy=True).contiguous()
-        save_file(shard, folder / file, metadata={"format": "pt"})
-    if len(files) > 1:
-        total = sum(spec.num_bytes for spec in specs)
-        weight_map = {spec.name: file for file, members in files.items() for spec in members}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def plan_files(specs: Sequence[TensorSpec], shard_bytes: int) -> dict[str, list[TensorSpec]]:
-    """File names and their tensors, in order; a tensor larger than ``shard_bytes`` has a file of its own."""
     shards: list[list[TensorSpec]] = [[]]
     room = shard_bytes
     for spec in specs:
@@ -173,6 +138,18 @@ def plan_files(specs: Sequence[TensorSpec], shard_bytes: int) -> dict[str, list[
             room = shard_bytes
         shards[-1].append(spec)
         room -= spec.num_bytes
-    if len(shards) == 1:
-        return {SINGLE_NAME: shards[0]}
-    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, start=1)}
+    weight_map: dict[str, str] = {}
+    for number, members in enumerate(shards, start=1):
+        file = SINGLE_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        held: dict[str, torch.Tensor] = {}
+        for spec in members:
+            name, tensor = next(tensors)
+            assert tensor is not None
+            assert (name, tuple(tensor.shape)) == (spec.name, spec.shape), name
+            # A copy: a view of a layer's experts would keep all of them in memory.
+            held[name] = tensor.to("cpu", spec.dtype, copy=True).contiguous()
+        save_file(held, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(held, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(spec.num_bytes for spec in specs)}, "weight_map": weight_map}
+        (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")

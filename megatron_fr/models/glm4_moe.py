@@ -5,8 +5,7 @@ The first layers are dense, and half of each head is rotated. A layer for multi-
 engine cannot draft with them. The correction bias is served and saved as it was loaded; no update changes it.
 """
 
-from megatron_fr.models.common import LAYER, PARAM, attention, common_fields, dense_mlp, gated_mlp, moe_mlp
-from megatron_fr.models.fields import ConfigFields
+from megatron_fr.models.common import ConfigFields, attention, common_fields, dense_mlp, gated_mlp, moe_mlp, replicated
 from megatron_fr.models.mappings import Buffer
 from megatron_fr.models.spec import ModelSpec
 
@@ -22,15 +21,13 @@ def describe(config: ConfigFields) -> ModelSpec:
     bias, qk_norm = config.get("attention_bias", False), config.get("use_qk_norm", False)
     rotary_percent = config.number("rope_parameters.partial_rotary_factor", 1.0)
     config.only("partial_rotary_factor", rotary_percent, rotary_percent)
+    correction = ("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "experts")
+    shared = gated_mlp("mlp.shared_experts.", "mlp.shared_experts.", "shared_ffn")
     return ModelSpec(
         architecture="Glm4MoeForCausalLM",
         attention=attention(bias=bias, qk_norm=qk_norm),
         dense_mlp=dense_mlp(),
-        moe_mlp=(
-            *moe_mlp(),
-            Buffer(f"{PARAM}mlp.router.expert_bias", (f"{LAYER}mlp.gate.e_score_correction_bias",), ("experts",)),
-            *gated_mlp("mlp.shared_experts.", "mlp.shared_experts.", "shared_ffn"),
-        ),
+        moe_mlp=(*moe_mlp(), replicated(*correction, kind=Buffer), *shared),
         qkv_bias=bias,
         qk_norm=qk_norm,
         experts=config.number("n_routed_experts"),
@@ -45,7 +42,6 @@ def describe(config: ConfigFields) -> ModelSpec:
             "moe_router_bias_update_rate": 0.0,
             "moe_router_topk_scaling_factor": config.number("routed_scaling_factor", 1.0),
         },
-        tool_calls="glm45",
         unused_tensors=tuple(f"model.layers.{layers + layer}." for layer in range(extra)),
         **common,
     )

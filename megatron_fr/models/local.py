@@ -1,7 +1,5 @@
 """What one rank holds of the whole model, under the names of the whole model."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Sequence
@@ -10,14 +8,16 @@ from typing import Any
 
 import torch
 
+from megatron_fr.models.spec import MappedParameter
+
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _LOCAL_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
 _GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
 #: Transformer Engine keeps a norm inside the linear layer that follows it.
-_FUSED_NORMS = (
-    (".self_attention.linear_qkv.layer_norm_weight", ".input_layernorm.weight"),
-    (".mlp.linear_fc1.layer_norm_weight", ".pre_mlp_layernorm.weight"),
-)
+FUSED_NORMS = {
+    ".self_attention.linear_qkv.layer_norm_weight": ".input_layernorm.weight",
+    ".mlp.linear_fc1.layer_norm_weight": ".pre_mlp_layernorm.weight",
+}
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,21 @@ class Placement:
     experts: range
     has_embedding: bool
     has_head: bool
-    tp_rank: int
-    tp_size: int
-    expert_tp_rank: int
-    expert_tp_size: int
+    tp: tuple[int, int]  # rank and size
+    expert_tp: tuple[int, int]
+
+    def shard(self, entry: MappedParameter) -> tuple[int, int]:
+        """Which shard of a parameter this is, and of how many."""
+        return self.expert_tp if entry.mapping.per_expert else self.tp
+
+    def holds(self, entry: MappedParameter) -> bool:
+        """Whether a shard of the parameter is here."""
+        if entry.layer is None:
+            return self.has_embedding if entry.param.startswith("embedding.") else self.has_head
+        return entry.layer in self.layers and (entry.expert is None or entry.expert in self.experts)
 
 
-def unwrap(module: Any) -> Any:
-    """The GPT model inside wrappers such as ``DistributedDataParallel``."""
+def _unwrap(module: Any) -> Any:
     while isinstance(getattr(module, "module", None), torch.nn.Module):
         module = module.module
     return module
@@ -43,18 +50,18 @@ def unwrap(module: Any) -> Any:
 
 def placement(chunks: Sequence[torch.nn.Module]) -> Placement:
     """Describe this rank's ``chunks``."""
-    from megatron.core import parallel_state
+    from megatron.core import parallel_state as mpu
 
-    models = [unwrap(chunk) for chunk in chunks]
+    models = [_unwrap(chunk) for chunk in chunks]
+    each = (models[0].config.num_moe_experts or 0) // mpu.get_expert_model_parallel_world_size()
+    first = mpu.get_expert_model_parallel_rank() * each
     return Placement(
         layers=frozenset(layer.layer_number - 1 for model in models for layer in model.decoder.layers),
-        experts=_local_experts(models),
+        experts=range(first, first + each),
         has_embedding=any(model.pre_process for model in models),
         has_head=any(model.post_process for model in models),
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
-        expert_tp_rank=parallel_state.get_expert_tensor_parallel_rank(),
-        expert_tp_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        tp=(mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()),
+        expert_tp=(mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size()),
     )
 
 
@@ -66,30 +73,20 @@ def parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     second pipeline stage becomes ``decoder.layers.24.mlp.experts.local_experts.66.linear_fc1.weight``.
     """
     found: dict[str, torch.Tensor] = {}
-    models = [unwrap(chunk) for chunk in chunks]
-    first_expert = _local_experts(models).start
-    for model in models:
-        layers = model.decoder.layers
+    first_expert = placement(chunks).experts.start
+    for model in map(_unwrap, chunks):
+        numbers = [layer.layer_number for layer in model.decoder.layers]
         kept = model.state_dict(keep_vars=True)
         buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
         for name, tensor in itertools.chain(model.named_parameters(), buffers):
-            found[_whole_name(name, layers, first_expert)] = tensor
+            found[whole_name(name, numbers, first_expert)] = tensor
     return found
 
 
-def _whole_name(name: str, layers: Sequence[Any], first_expert: int) -> str:
-    for fused, plain in _FUSED_NORMS:
-        if name.endswith(fused):
-            name = name.removesuffix(fused) + plain
+def whole_name(name: str, layer_numbers: Sequence[int], first_expert: int) -> str:
+    """A parameter's name in the whole model, from its name on a rank whose layers have these numbers, from 1."""
+    for fused, plain in FUSED_NORMS.items():
+        name = re.sub(f"{re.escape(fused)}$", plain, name)
     name = _GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\2.\1.weight", name)
-    name = _LAYER.sub(lambda m: f"decoder.layers.{layers[int(m[1])].layer_number - 1}.", name)
+    name = _LAYER.sub(lambda m: f"decoder.layers.{layer_numbers[int(m[1])] - 1}.", name)
     return _LOCAL_EXPERT.sub(lambda m: f".mlp.experts.local_experts.{int(m[1]) + first_expert}.", name)
-
-
-def _local_experts(models: Sequence[Any]) -> range:
-    from megatron.core import parallel_state
-
-    experts = models[0].config.num_moe_experts or 0
-    each = experts // parallel_state.get_expert_model_parallel_world_size()
-    start = parallel_state.get_expert_model_parallel_rank() * each
-    return range(start, start + each)

@@ -12,25 +12,55 @@ Worked example, Qwen3-MoE with 8 experts, on TP 2 x EP 2 with expert TP 1:
   TP rank 1 holds the half after the bar. From Hugging Face that is rows 2 and 3 of q's heads and row 1 of k's and v's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
-from megatron_fr.models.sizes import Sizes
 
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes that weight mappings speak of; those of experts are 0 for dense models.
 
-class Sliceable(Protocol):
-    """A tensor, or a safetensors slice that reads only what is indexed."""
+    Attributes:
+        ffn: width of a dense MLP.
+        moe_ffn, shared_ffn: width of one routed expert, and of the expert that every token passes (0: none).
+        top_k: experts chosen for each token.
+        moe_layers: layers, from 0 and ascending, whose MLP is a mixture of experts.
+    """
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        """The indexed part."""
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    experts: int = 0
+    moe_ffn: int = 0
+    shared_ffn: int = 0
+    top_k: int = 0
+    moe_layers: tuple[int, ...] = ()
 
+    @property
+    def moe(self) -> bool:
+        """Whether any layer is a mixture of experts."""
+        return bool(self.moe_layers)
 
-Shape = tuple[str, ...]
+    @property
+    def q_size(self) -> int:
+        """Rows of the query projection."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Rows of the key projection, and of the value projection."""
+        return self.kv_heads * self.head_dim
+
+    def padded_vocab(self, tp: int) -> int:
+        """The vocabulary, rounded up to a multiple of the TP size."""
+        return -(-self.vocab // tp) * tp
 
 
 @dataclass(frozen=True)
@@ -40,6 +70,7 @@ class WeightMapping:
     Attributes:
         param: name in the whole Megatron model, in the local layers' spelling.
         hf: the Hugging Face names.
+        shapes: for each name in ``hf`` the names of its sizes; one for all of them.
     """
 
     #: Whether every TP rank holds the same, so that one shard is enough to gather.
@@ -49,6 +80,7 @@ class WeightMapping:
 
     param: str
     hf: tuple[str, ...]
+    shapes: tuple[tuple[str, ...], ...]
 
     @property
     def per_expert(self) -> bool:
@@ -57,10 +89,10 @@ class WeightMapping:
 
     def hf_shapes(self, sizes: Sizes) -> tuple[tuple[int, ...], ...]:
         """The whole shapes, one for each name in ``hf``."""
-        raise NotImplementedError
+        return tuple(tuple(getattr(sizes, name) for name in shape) for shape in self.shapes)
 
-    def shard(self, sources: Sequence[Sliceable], sizes: Sizes, rank: int, size: int) -> torch.Tensor:
-        """The parameter of TP rank ``rank`` of ``size``, reading no more of ``sources`` than it needs."""
+    def shard(self, sources: Sequence[torch.Tensor], sizes: Sizes, rank: int, size: int) -> torch.Tensor:
+        """The parameter of TP rank ``rank`` of ``size``; may be a view of a source."""
         raise NotImplementedError
 
     def gather(self, shards: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...]:
@@ -68,110 +100,68 @@ class WeightMapping:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
 class Copy(WeightMapping):
     """The same tensor on every rank: norms, the router."""
 
-    replicated: ClassVar[bool] = True
-    shape: Shape
+    replicated = True
 
-    def hf_shapes(self, sizes: Sizes) -> tuple[tuple[int, ...], ...]:
-        return (sizes.shape(self.shape),)
-
-    def shard(self, sources: Sequence[Sliceable], sizes: Sizes, rank: int, size: int) -> torch.Tensor:
-        return sources[0][:]
+    def shard(self, sources: Sequence[torch.Tensor], sizes: Sizes, rank: int, size: int) -> torch.Tensor:
+        return sources[0]
 
     def gather(self, shards: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...]:
         return (shards[0],)
 
 
-@dataclass(frozen=True)
 class Buffer(Copy):
     """A tensor that is loaded, saved and synchronised, but never trained; float32 whatever the model's dtype."""
 
-    dtype: ClassVar[torch.dtype | None] = torch.float32
+    dtype = torch.float32
 
 
-@dataclass(frozen=True)
 class VocabParallel(WeightMapping):
     """Rows of the vocabulary in equal chunks; rows added to make them equal are zero and never come back."""
 
-    def hf_shapes(self, sizes: Sizes) -> tuple[tuple[int, ...], ...]:
-        return ((sizes.vocab, sizes.hidden),)
-
-    def shard(self, sources: Sequence[Sliceable], sizes: Sizes, rank: int, size: int) -> torch.Tensor:
+    def shard(self, sources: Sequence[torch.Tensor], sizes: Sizes, rank: int, size: int) -> torch.Tensor:
         rows = sizes.padded_vocab(size) // size
-        start, stop = min(rank * rows, sizes.vocab), min((rank + 1) * rows, sizes.vocab)
-        real = sources[0][start:stop]
-        if len(real) == rows:
-            return real
-        return torch.cat([real, real.new_zeros(rows - len(real), sizes.hidden)])
+        real = sources[0][rank * rows : (rank + 1) * rows]
+        return real if len(real) == rows else torch.nn.functional.pad(real, (0, 0, 0, rows - len(real)))
 
     def gather(self, shards: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...]:
         return (_join(shards)[: sizes.vocab],)
 
 
-@dataclass(frozen=True)
 class RowParallel(WeightMapping):
     """Input columns in equal chunks: the attention's and the MLP's output projections."""
 
-    shape: Shape
-
-    def hf_shapes(self, sizes: Sizes) -> tuple[tuple[int, ...], ...]:
-        return (sizes.shape(self.shape),)
-
-    def shard(self, sources: Sequence[Sliceable], sizes: Sizes, rank: int, size: int) -> torch.Tensor:
-        columns = sizes.shape(self.shape)[1] // size
-        return sources[0][:, rank * columns : (rank + 1) * columns]
+    def shard(self, sources: Sequence[torch.Tensor], sizes: Sizes, rank: int, size: int) -> torch.Tensor:
+        return sources[0].chunk(size, dim=1)[rank]
 
     def gather(self, shards: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...]:
         return (_join(shards, dim=1),)
 
 
-@dataclass(frozen=True)
 class GatedMLP(WeightMapping):
     """``hf`` is gate and up; each is chunked by rows, and a rank holds its chunk of gate above its chunk of up."""
 
-    width: str
-
-    def hf_shapes(self, sizes: Sizes) -> tuple[tuple[int, ...], ...]:
-        return (sizes.shape((self.width, "hidden")),) * 2
-
-    def shard(self, sources: Sequence[Sliceable], sizes: Sizes, rank: int, size: int) -> torch.Tensor:
-        rows = sizes.shape((self.width,))[0] // size
-        return torch.cat([source[rank * rows : (rank + 1) * rows] for source in sources])
+    def shard(self, sources: Sequence[torch.Tensor], sizes: Sizes, rank: int, size: int) -> torch.Tensor:
+        return torch.cat([source.chunk(size)[rank] for source in sources])
 
     def gather(self, shards: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...]:
-        halves = [shard.chunk(2) for shard in shards]
-        return _join([gate for gate, _ in halves]), _join([up for _, up in halves])
+        gates, ups = zip(*(shard.chunk(2) for shard in shards), strict=True)
+        return _join(gates), _join(ups)
 
 
-@dataclass(frozen=True)
 class QKV(WeightMapping):
     """``hf`` is q, k and v, weights or biases; rows are grouped by KV head: its query heads, its key, its value."""
 
-    bias: bool = False
-
-    def hf_shapes(self, sizes: Sizes) -> tuple[tuple[int, ...], ...]:
-        tail = () if self.bias else (sizes.hidden,)
-        return (sizes.q_size, *tail), (sizes.kv_size, *tail), (sizes.kv_size, *tail)
-
-    def shard(self, sources: Sequence[Sliceable], sizes: Sizes, rank: int, size: int) -> torch.Tensor:
-        parts = []
-        for source, whole in zip(sources, (sizes.q_size, sizes.kv_size, sizes.kv_size), strict=True):
-            rows = whole // size
-            part = source[rank * rows : (rank + 1) * rows]
-            parts.append(part.reshape(sizes.kv_heads // size, -1, *part.shape[1:]))
-        grouped = torch.cat(parts, dim=1)
-        return grouped.reshape(-1, *grouped.shape[2:])
+    def shard(self, sources: Sequence[torch.Tensor], sizes: Sizes, rank: int, size: int) -> torch.Tensor:
+        groups = (sizes.kv_heads // size, -1)
+        return torch.cat([source.chunk(size)[rank].unflatten(0, groups) for source in sources], dim=1).flatten(0, 1)
 
     def gather(self, shards: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...]:
-        whole = _join(shards)
-        tail = whole.shape[1:]
-        grouped = whole.reshape(sizes.kv_heads, -1, *tail)
-        queries = sizes.q_size // sizes.kv_heads
-        q, k, v = grouped.split([queries, sizes.head_dim, sizes.head_dim], dim=1)
-        return q.reshape(-1, *tail), k.reshape(-1, *tail), v.reshape(-1, *tail)
+        grouped = _join(shards).unflatten(0, (sizes.kv_heads, -1))
+        parts = grouped.split([sizes.q_size // sizes.kv_heads, sizes.head_dim, sizes.head_dim], dim=1)
+        return tuple(part.flatten(0, 1) for part in parts)
 
 
 def _join(shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:

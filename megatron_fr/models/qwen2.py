@@ -1,7 +1,6 @@
 """Qwen2 and Qwen2.5: dense, biases on q, k and v. DeepSeek-R1-Distill-Qwen is one of them."""
 
-from megatron_fr.models.common import attention, common_fields, dense_mlp
-from megatron_fr.models.fields import ConfigFields
+from megatron_fr.models.common import ConfigFields, attention, common_fields, dense_mlp
 from megatron_fr.models.spec import ModelSpec
 
 

@@ -1,7 +1,6 @@
 """Qwen3: dense, norms on queries and keys."""
 
-from megatron_fr.models.common import attention, common_fields, dense_mlp
-from megatron_fr.models.fields import ConfigFields
+from megatron_fr.models.common import ConfigFields, attention, common_fields, dense_mlp
 from megatron_fr.models.spec import ModelSpec
 
 

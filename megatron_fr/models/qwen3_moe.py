@@ -1,7 +1,6 @@
 """Qwen3-MoE: norms on queries and keys, MLPs that are mixtures of experts, in all layers or some."""
 
-from megatron_fr.models.common import attention, common_fields, dense_mlp, moe_mlp
-from megatron_fr.models.fields import ConfigFields
+from megatron_fr.models.common import ConfigFields, attention, common_fields, dense_mlp, moe_mlp
 from megatron_fr.models.spec import ModelSpec
 
 _MIXED = "only some of its layers have experts (decoder_sparse_step, mlp_only_layers); SGLang builds experts in all"

@@ -1,12 +1,10 @@
 """Model families by Hugging Face architecture name."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 
 from megatron_fr.errors import ModelError
-from megatron_fr.models.fields import ConfigFields
+from megatron_fr.models.common import ConfigFields
 from megatron_fr.models.spec import ModelSpec
 
 #: The module of this package that describes an architecture: its ``describe`` reads the fields of a configuration.
@@ -19,14 +17,7 @@ FAMILIES = {
 
 
 def check_architectures(architectures: Any, where: str = "config.json") -> str:
-    """The first of the architectures in a ``config.json`` that has a family.
-
-    Args:
-        where: the file, for the message.
-
-    Raises:
-        ModelError: none has, or it is no list of names.
-    """
+    """The first of the architectures in ``where`` that has a family; a ModelError where none has."""
     for name in architectures if isinstance(architectures, list) else []:
         if isinstance(name, str) and name in FAMILIES:
             return name

@@ -1,17 +1,14 @@
 """What the rest of the package knows of a model, built once from its configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from megatron_fr.models.mappings import Copy, VocabParallel, WeightMapping
-from megatron_fr.models.sizes import Sizes
+from megatron_fr.models.mappings import Copy, Sizes, VocabParallel, WeightMapping
 
-EMBEDDING = VocabParallel("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
-FINAL_NORM = Copy("decoder.final_layernorm.weight", ("model.norm.weight",), ("hidden",))
-HEAD = VocabParallel("output_layer.weight", ("lm_head.weight",))
+EMBEDDING = VocabParallel("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), (("vocab", "hidden"),))
+FINAL_NORM = Copy("decoder.final_layernorm.weight", ("model.norm.weight",), (("hidden",),))
+HEAD = VocabParallel("output_layer.weight", ("lm_head.weight",), (("vocab", "hidden"),))
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,6 @@ class ModelSpec(Sizes):
         rope_theta, rotary_percent: base of the rotary embedding, and the share of a head's elements that it rotates.
         max_positions: the longest sequence.
         transformer: further fields of Megatron-Core's ``TransformerConfig``.
-        tool_calls: name of the syntax in which the model writes tool calls, as SGLang names its parsers.
         unused_tensors: prefixes of tensors in a Hugging Face folder that the model does without.
         unserved: why SGLang cannot serve it; None where it can.
         quantized: the folder says that its weights are quantised.
@@ -62,7 +58,6 @@ class ModelSpec(Sizes):
     rotary_percent: float = 1.0
     max_positions: int
     transformer: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    tool_calls: str = "qwen25"
     unused_tensors: tuple[str, ...] = ()
     unserved: str | None = None
     quantized: bool = False
@@ -80,9 +75,8 @@ class ModelSpec(Sizes):
 
     def identity(self) -> dict[str, Any]:
         """What must be equal for weights of one model to be of use in another, as JSON has it."""
-        names = [size.name for size in fields(Sizes)]
-        names += ["architecture", "tie", "norm_eps", "rope_theta", "rotary_percent"]
-        found = {name: getattr(self, name) for name in names}
+        names = ["architecture", "tie", "norm_eps", "rope_theta", "rotary_percent"]
+        found = {name: getattr(self, name) for name in (*(size.name for size in fields(Sizes)), *names)}
         return found | {"moe_layers": list(self.moe_layers)} | dict(self.transformer)
 
 

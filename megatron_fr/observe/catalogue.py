@@ -44,10 +44,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "policy/ratio_clamped": ("share", "action tokens whose log-ratio was clamped against overflow"),
     "policy/clipped": ("share", "action tokens on which a clip or truncation was active"),
     "policy/train_rollout_logprob_diff": ("nats", "mean absolute log-probability difference, trainer and engines"),
-    "policy/train_rollout_logprob_diff_without_replay": (
-        "nats",
-        "the same with the live router, before the same update; every `train.replay_check_every` updates",
-    ),
+    "policy/train_rollout_logprob_diff_without_replay":
+        ("nats", "the same with the live router, before the same update; every `train.replay_check_every` updates"),
     "policy/replay_logprob_change": ("nats", "mean absolute change by routing replay, at the same updates"),
     "policy/route_agreement": ("share", "(token, layer) pairs for which the live router chooses the replayed experts"),
     "loss/*": ("own", "statistic that a loss of your own returns, summed over micro-batches and ranks"),

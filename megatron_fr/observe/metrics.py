@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -12,19 +13,12 @@ from typing import Any, SupportsFloat
 from megatron_fr.errors import MegatronFRError
 
 METRICS_FILE = "metrics.jsonl"
-TENSORBOARD_FOLDER = "tensorboard"
-
-#: Count of the row's values that are not finite; JSON cannot hold them, so they are written as null.
-NON_FINITE = "metrics/non_finite"
 
 Row = dict[str, float | int | bool | None]
 
 
-class MetricsWriter:
-    """Appends rows to the record of a run, also to that of an earlier run in the same folder.
-
-    Args:
-        output_dir: the run's folder, made when missing.
+class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
+    """Appends rows to the record in a run's folder, which is made when missing.
 
     Raises:
         MegatronFRError: the folder cannot be written to.
@@ -33,26 +27,24 @@ class MetricsWriter:
     def __init__(self, output_dir: str | Path) -> None:
         folder = Path(output_dir)
         self.path = folder / METRICS_FILE
-        self.non_finite = 0  #: non-finite values since opening
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _drop_partial_line(self.path)
+            if self.path.exists():  # cut off the line that a killed process left unfinished
+                os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
             # Unbuffered: after a failed write nothing is left that would fail again on closing.
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             raise _unwritable(self.path, error) from error
         from torch.utils.tensorboard import SummaryWriter  # slow: imports torch, which readers do not need
 
-        self._board = SummaryWriter(str(folder / TENSORBOARD_FOLDER))
+        self._board = SummaryWriter(str(folder / "tensorboard"))
 
     def write(self, metrics: Mapping[str, SupportsFloat]) -> Row:
-        """Append one row; it is on disk when this returns.
+        """Append one row, and return it as written; it is on disk then.
 
         Args:
-            metrics: numbers by name, ``update`` among them; Python, numpy or one-element torch numbers.
-
-        Returns:
-            The row as written.
+            metrics: numbers by name, ``update`` among them; Python, numpy or one-element torch numbers. JSON cannot
+                hold values that are not finite: they are counted and written as null.
 
         Raises:
             MegatronFRError: the disk is full or gone.
@@ -60,9 +52,7 @@ class MetricsWriter:
         """
         step = int(float(metrics["update"]))
         row: Row = {name: _plain(value) for name, value in metrics.items()}
-        bad = sum(value is None for value in row.values())
-        row[NON_FINITE] = bad
-        self.non_finite += bad
+        row["metrics/non_finite"] = sum(value is None for value in row.values())
         line = memoryview((json.dumps(row, allow_nan=False) + "\n").encode())
         try:
             while line:
@@ -76,21 +66,17 @@ class MetricsWriter:
         return row
 
     def close(self) -> None:
-        """Close both files."""
         self._file.close()
         self._board.close()
-
-    def __enter__(self) -> MetricsWriter:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def read_metrics(path: str | Path) -> list[Row]:
-    """Rows of a record, one for each update, in order.
+    """Read a record's rows, one for each update, in order; successive rows of one update are merged.
 
-    Updates that a resumed run repeats replace the earlier ones. Successive rows of one update are merged.
+    Updates that a resumed run repeats replace the earlier ones.
 
     Raises:
         MegatronFRError: the file is missing, holds no row, or has a damaged line, whose number the message gives.
@@ -100,8 +86,7 @@ def read_metrics(path: str | Path) -> list[Row]:
     except OSError as error:
         raise MegatronFRError(f"metrics {path}: {error.strerror}; give the folder of a run") from error
     rows: list[Row] = []
-    lines = text.split("\n")
-    for number, line in enumerate(lines[:-1], start=1):  # a line without newline is not finished
+    for number, line in enumerate(text.split("\n")[:-1], start=1):  # a line without newline is not finished
         try:
             row = json.loads(line)
             update = row["update"]
@@ -109,23 +94,21 @@ def read_metrics(path: str | Path) -> list[Row]:
             raise MegatronFRError(f"metrics {path}, line {number} is damaged: {error!r}; delete that line") from error
         while rows and _update(rows[-1]) > update:
             rows.pop()
-        if rows and _update(rows[-1]) == update:
-            rows[-1] = {**rows[-1], **row}
-        else:
-            rows.append(row)
+        merged = rows.pop() if rows and _update(rows[-1]) == update else {}
+        rows.append({**merged, **row})
     if not rows:
         raise MegatronFRError(f"metrics {path} holds no update yet")
     return rows
 
 
 def held_out(rows: Sequence[Mapping[str, Any]], name: str) -> list[tuple[str, str]]:
-    """Label and key of the evaluation metric ``name``, one pair for each set; the first set comes first."""
+    """List label and key of the evaluation metric ``name``, a pair for each set; the first set comes first."""
     keys = dict.fromkeys(key for row in rows for key in row if key.startswith("eval/") and key.endswith(f"/{name}"))
     return [(f"held-out {key[len('eval/') : -len(name)].strip('/')}".strip(), key) for key in keys]
 
 
 def series(rows: list[Row], name: str) -> tuple[list[int], list[float]]:
-    """Updates and values of one metric, without missing and null ones."""
+    """Select the updates and values of one metric, without missing and null ones."""
     points = [(_update(row), value) for row in rows if (value := row.get(name)) is not None]
     return [update for update, _ in points], [float(value) for _, value in points]
 
@@ -139,12 +122,6 @@ def _plain(value: Any) -> float | int | bool | None:
         return value
     number = float(value)
     return number if math.isfinite(number) else None
-
-
-def _drop_partial_line(path: Path) -> None:
-    """Cut off the line that a killed process left unfinished."""
-    if path.exists():
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def _unwritable(path: Path, error: OSError) -> MegatronFRError:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megatron_fr.errors import needs_extra
 from megatron_fr.observe.metrics import Row, held_out, read_metrics, series
@@ -26,15 +25,17 @@ _STYLE = {
     "axes.grid": True, "axes.axisbelow": True, "grid.color": "#e5e7eb", "grid.linewidth": 0.8,
     "xtick.color": "#4b5563", "ytick.color": "#4b5563", "legend.frameon": False, "legend.fontsize": 8.5,
 }  # fmt: skip
+_NUMBER = {
+    "xytext": (0, 11), "textcoords": "offset points", "ha": "center",
+    "bbox": {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
+}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """One metric of a panel.
 
-    Attributes:
-        kind: ``mean``: values and their trailing mean; ``points``: single measurements; ``share``: a percentage on the
-            right-hand scale; ``area``: stacked on the areas before it.
+    ``mean`` draws values and their trailing mean, ``points`` single measurements, ``share`` a percentage on the
+    right-hand scale, and ``area`` stacks on the areas before it.
     """
 
     metric: str
@@ -43,8 +44,7 @@ class Curve:
     kind: Literal["mean", "points", "share", "area"] = "mean"
 
 
-@dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
     """One diagram; ``band`` names the metrics between which it is shaded."""
 
     title: str
@@ -89,16 +89,8 @@ PANELS = (
 )  # fmt: skip
 
 
-def plot_run(metrics_jsonl: str | Path, png: str | Path, title: str | None = None) -> Path:
-    """Draw reward, tool calls, trust region, difference, lengths, entropy, lag and time of a run.
-
-    Args:
-        metrics_jsonl: the run's record.
-        png: the picture to write.
-        title: name of the run; its folder's name when None.
-
-    Returns:
-        ``png`` as a path.
+def plot_run(metrics_jsonl: str | Path, png: str | Path) -> Path:
+    """Draw the panels of a run's record into ``png``, and return its path.
 
     Raises:
         MegatronFRError: the record is missing, empty or damaged.
@@ -109,34 +101,34 @@ def plot_run(metrics_jsonl: str | Path, png: str | Path, title: str | None = Non
         FigureCanvasAgg(figure)
         for axes, panel in zip(figure.subplots(4, 2, sharex=True).flat, PANELS, strict=True):
             draw(axes, panel, rows)
-        name = title or Path(metrics_jsonl).resolve().parent.name
-        figure.suptitle(f"{name}: {_headline(rows)}", fontsize=13, fontweight="bold", x=0.01, ha="left")
+        title = f"{Path(metrics_jsonl).resolve().parent.name}: {_headline(rows)}"
+        figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
         figure.savefig(png, dpi=110, facecolor="white")
     return Path(png)
 
 
 def draw(axes: Any, panel: Panel, rows: list[Row]) -> None:
     """Draw one panel; metrics that were not recorded are left out."""
-    axes.set_title(panel.title)
     axes.set_ylabel(panel.unit)
     handles: list[Any] = []
     if panel.band is not None:
         (updates, low), (others, high) = (series(rows, name) for name in panel.band)
         if updates and updates == others:
             axes.fill_between(updates, low, high, color=SKY, alpha=0.25, linewidth=0)
-    below: list[float] | None = None
+    below: list[float] = []
     for curve in (found for listed in panel.curves for found in by_set(listed, rows)):
         updates, values = series(rows, curve.metric)
         if not updates:
             continue
         if curve.kind == "points":
             handles += axes.plot(updates, values, "o--", color=curve.color, markersize=6, label=curve.label)
-            if curve.metric.endswith("/reward/mean"):
-                _write_ends(axes, updates, values, curve.color)
+            for i in {0, len(updates) - 1} if curve.metric.endswith("/reward/mean") else set():
+                point = updates[i], values[i]
+                axes.annotate(f"{values[i]:.2f}", point, color=curve.color, fontweight="bold", **_NUMBER)
         elif curve.kind == "share":
             handles += _draw_share(axes, curve, updates, values)
         elif curve.kind == "area":
-            below = [0.0] * len(updates) if below is None or len(below) != len(updates) else below
+            below = below if len(below) == len(updates) else [0.0] * len(updates)
             above = [a + b for a, b in zip(below, trailing_mean(values), strict=True)]
             handles.append(axes.fill_between(updates, below, above, color=curve.color, alpha=0.85, label=curve.label))
             below = above
@@ -144,34 +136,31 @@ def draw(axes: Any, panel: Panel, rows: list[Row]) -> None:
             axes.plot(updates, values, color=curve.color, alpha=0.25, linewidth=0.9)
             style = {"color": curve.color, "label": curve.label, "marker": "o" if len(updates) == 1 else None}
             handles += axes.plot(updates, trailing_mean(values), linewidth=1.8, **style)
-    curves = [curve for curve in panel.curves if curve.kind != "share"]
-    if panel.scale == "log" and any(value > 0 for curve in curves for value in series(rows, curve.metric)[1]):
+    left = [series(rows, curve.metric)[1] for curve in panel.curves if curve.kind != "share"]
+    if panel.scale == "log" and any(value > 0 for values in left for value in values):
         axes.set_yscale("log")
     elif panel.scale == "zero":
         axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.tick_params(length=0, labelbottom=True)
     axes.set_xlabel("update")
+    axes.set_title(panel.title, pad=22 if handles else None)
     if handles:
         axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(-0.01, 0.98), ncols=4, borderaxespad=0.1)
-        axes.set_title(panel.title, pad=22)
     else:
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", va="center", color="#6b7280")
 
 
 def by_set(curve: Curve, rows: list[Row]) -> list[Curve]:
-    """The curve; one of a held-out metric once for each evaluation set."""
+    """List the curve once, and one of a held-out metric once for each evaluation set."""
     if not curve.metric.startswith("eval/"):
         return [curve]
     found = zip(held_out(rows, curve.metric.removeprefix("eval/")), cycle((RED, PURPLE, ORANGE)))
-    return [
-        replace(curve, metric=key, label=curve.label.replace("held-out", label), color=color)
-        for (label, key), color in found
-    ]
+    return [Curve(key, curve.label.replace("held-out", label), color, curve.kind) for (label, key), color in found]
 
 
 def trailing_mean(values: list[float]) -> list[float]:
-    """Mean over the last twentieth of the run; over one value in a run of less than 40 updates."""
+    """Average each value with those before it, over a twentieth of the run in all."""
     window = max(1, len(values) // 20)
     return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i + 1 - window) : i + 1])]
 
@@ -187,19 +176,9 @@ def _draw_share(axes: Any, curve: Curve, updates: list[int], values: list[float]
     return list(right.plot(updates, trailing_mean(values), color=curve.color, linewidth=1.6, label=curve.label))
 
 
-def _write_ends(axes: Any, updates: list[int], values: list[float], color: str) -> None:
-    box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
-    for i in {0, len(updates) - 1}:
-        axes.annotate(
-            f"{values[i]:.2f}", (updates[i], values[i]), xytext=(0, 11), textcoords="offset points", ha="center",
-            color=color, fontweight="bold", bbox=box,
-        )  # fmt: skip
-
-
 def _headline(rows: list[Row]) -> str:
     text = f"{int(rows[-1]['update'] or 0)} updates"
     for label, key in held_out(rows, "reward/mean")[:1]:
-        _, values = series(rows, key)
-        if len(values) > 1:
+        if len(values := series(rows, key)[1]) > 1:
             text += f", {label} reward {values[0]:.2f} → {values[-1]:.2f}"
     return text

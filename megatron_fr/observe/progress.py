@@ -1,61 +1,52 @@
-"""Live progress: one plain line an update, readable in a terminal and in a Slurm log."""
+"""Live progress: one plain line an update, readable in a terminal and in a Slurm log, and alarms below it."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TextIO
 
-from megatron_fr.observe.alarms import Alarms
-from megatron_fr.observe.metrics import held_out
+from megatron_fr.observe.metrics import Row, held_out
 
-Metrics = Mapping[str, float | int | bool | None]
+#: Updates averaged before a metric is judged, so that one odd batch raises no alarm.
+WINDOW = 5
 
 
 class Progress:
-    """Prints a line for each update, and alarms as they appear.
+    """Prints a line for each of ``total`` updates to ``stream`` (None: standard output), and alarms as they appear.
 
-    Args:
-        total_updates: the N of "update k/N".
-        stream: target of the lines; standard output by default.
-        clock: monotonic time in seconds.
+    ``clock`` gives monotonic time in seconds.
     """
 
-    def __init__(
-        self, total_updates: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.total_updates = total_updates
-        self._stream = stream
-        self._clock = clock
+    def __init__(self, total: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total, self._stream, self._clock = total, stream, clock
         self._started: tuple[int, float] | None = None  # first update of this process, and when it ended
         self._alarms = Alarms()
 
-    def update(self, row: Metrics) -> None:
+    def update(self, row: Row) -> None:
         """Print the line of one update, and new alarms below it."""
         for line in (self.line(row), *(f"  ! {message}" for message in self._alarms.check(row))):
             print(line, file=self._stream or sys.stdout, flush=True)
 
-    def line(self, row: Metrics) -> str:
-        """Text of the line; a metric that is missing or not finite shows as ``-``."""
-        number = int(row["update"] or 0)
-        width = len(str(self.total_updates))
+    def line(self, row: Row) -> str:
+        """Make the text of the line; a metric that is missing or not finite shows as ``-``."""
 
-        def show(name: str, pattern: str) -> str:
+        def show(name: str, pattern: str, missing: str = "-") -> str:
             value = row.get(name)
-            return "-" if value is None else pattern.format(float(value))
+            return missing if value is None else pattern.format(float(value))
 
-        generated, trained = (_count(row.get(f"{side}/tokens_per_s")) for side in ("rollout", "train"))
-        head = f"update {number:>{width}}/{self.total_updates}"
+        number = int(row["update"] or 0)
+        head = f"update {number:>{len(str(self._total))}}/{self._total}"
         rewards = held_out([row], "reward/mean")
         evaluated = [f"{label} reward {show(key, '{:.3f}')}" for label, key in rewards if row[key] is not None]
         if number == 0:  # before the first batch
-            return " | ".join(
-                [head, f"first sync: logprob diff {show('sync/probe_logprob_diff', '{:.1e}')}", *evaluated]
-            )
-        without_replay = ""
-        if row.get("policy/train_rollout_logprob_diff_without_replay") is not None:
-            without_replay = f" ({show('policy/train_rollout_logprob_diff_without_replay', '{:.1e}')} without replay)"
+            first = f"first sync: logprob diff {show('sync/probe_logprob_diff', '{:.1e}')}"
+            return " | ".join([head, first, *evaluated])
+        generated, trained = (_count(row.get(f"{side}/tokens_per_s")) for side in ("rollout", "train"))
+        without_replay = show("policy/train_rollout_logprob_diff_without_replay", " ({:.1e} without replay)", "")
         parts = [
             head,
             f"reward {show('reward/mean', '{:.3f}')}",
@@ -68,22 +59,21 @@ class Progress:
             f"{show('time/update', '{:.1f}')} s",
             f"{self._left(number)} left",
         ]
-        if row.get("train/stepped") is not None and not row["train/stepped"]:
-            parts.append("no signal, no step")
-        return " | ".join([*parts, *evaluated])
+        skipped = ["no signal, no step"] if row.get("train/stepped") == 0 else []
+        return " | ".join([*parts, *skipped, *evaluated])
 
     def _left(self, number: int) -> str:
-        """Time left, from the mean duration of this process's updates with their evaluations."""
+        """Estimate the time left from the mean duration of this process's updates with their evaluations."""
         now = self._clock()
         if self._started is None or number <= self._started[0]:
             self._started = (number, now)
-            return "-" if number < self.total_updates else "0 s"
+            return "-" if number < self._total else "0 s"
         first, since = self._started
-        return duration((now - since) / (number - first) * max(self.total_updates - number, 0))
+        return duration((now - since) / (number - first) * max(self._total - number, 0))
 
 
 def duration(seconds: float) -> str:
-    """``48 s``, ``12 min``, ``3 h 05 min``, ``2 d 4 h``."""
+    """Format as ``48 s``, ``12 min``, ``3 h 05 min`` or ``2 d 4 h``."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -98,7 +88,56 @@ def duration(seconds: float) -> str:
 def _count(value: float | int | bool | None) -> str:
     if value is None:
         return "-"
-    for limit, unit in ((1e6, "M"), (1e3, "k")):
-        if value >= limit:
-            return f"{value / limit:.1f}{unit}"
-    return f"{value:.0f}"
+    if value >= 1e6:
+        return f"{value / 1e6:.1f}M"
+    return f"{value / 1e3:.1f}k" if value >= 1e3 else f"{value:.0f}"
+
+
+@dataclass
+class _Watch:
+    """``is_bad(mean, reference)`` judges the metric's recent mean against its first one, or the highest."""
+
+    metric: str
+    message: str
+    is_bad: Callable[[float, float], bool]
+    against_highest: bool = False
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    reference: float | None = None
+    active: bool = False
+
+    def check(self, value: float) -> str | None:
+        self.recent.append(value)
+        if len(self.recent) < WINDOW:
+            return None
+        mean = sum(self.recent) / WINDOW
+        if self.reference is None or (self.against_highest and mean > self.reference):
+            self.reference = mean
+        was_active, self.active = self.active, self.is_bad(mean, self.reference)
+        return self.message.format(mean=mean, first=self.reference) if self.active and not was_active else None
+
+
+class Alarms:
+    """Watches for signs that a run goes wrong while its reward may still rise."""
+
+    def __init__(self) -> None:
+        self._watches = [
+            _Watch("tools/calls", "tool calls fell to {mean:.2f} a trajectory from {first:.2f}",
+                   lambda mean, best: best > 0.1 and mean < best / 4, against_highest=True),
+            _Watch("policy/entropy", "entropy fell to {mean:.3g} from {first:.3g}: the policy stops exploring",
+                   lambda mean, first: mean < first / 10),
+            _Watch("policy/train_rollout_logprob_diff",
+                   "trainer and engines drift apart: log-probability difference {mean:.3g}, at first {first:.3g}",
+                   lambda mean, first: mean > 0.01 and mean > first * 5),
+            _Watch("trust_region/admitted", "only {mean:.0%} of the trajectories pass the trust region",
+                   lambda mean, _: mean < 0.5),
+            _Watch("trajectory/truncated", "{mean:.0%} of the trajectories are cut off",
+                   lambda mean, first: mean > 0.5 and mean > first + 0.1),
+            _Watch("rollout/routes_missing",
+                   "routing replay: {mean:.1f} trajectories a batch have no usable routes and take the live router",
+                   lambda mean, _: mean >= 1),
+        ]  # fmt: skip
+
+    def check(self, row: Row) -> list[str]:
+        """Make the messages of the alarms that this row sets off; an alarm repeats only after it was over."""
+        given = [(watch, value) for watch in self._watches if (value := row.get(watch.metric)) is not None]
+        return [message for watch, value in given if (message := watch.check(float(value))) is not None]

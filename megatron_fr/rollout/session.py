@@ -91,9 +91,9 @@ class EngineSession:
         """
         used = max((i for i, acted in enumerate(self._mask) if acted), default=len(self.tokens) - 1) + 1
         route_error = self._route_error
-        routes: npt.NDArray[Any] | None = np.concatenate(self._routes) if self._routes and not route_error else None
-        if routes is not None and len(routes) != used - 1:
-            routes, route_error = None, f"{len(routes)} rows for {used} tokens"
+        if self._routes and route_error is None and self._rows != used - 1:
+            route_error = f"{self._rows} rows for {used} tokens"
+        routes = np.concatenate(self._routes) if self._routes and route_error is None else None
         return Trajectory(
             tokens=np.asarray(self.tokens[:used], dtype=np.int32),
             action_mask=np.asarray(self._mask[:used], dtype=np.bool_),

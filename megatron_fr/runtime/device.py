@@ -61,13 +61,13 @@ def resolve_device(setting: Literal["auto", "cpu", "cuda"]) -> Device:
 
 
 def hide_gpu_packages() -> None:
-    """Hide GPU kernels from imports: flashinfer is slow; without a driver flash_mla's OSError ends Megatron-Core's."""
+    """Hide flashinfer, which imports slowly, and flash_mla, which without a driver ends Megatron-Core's import."""
     for name in ("flash_mla", "flashinfer"):
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
 
 
 def prepare_process(device: Device) -> None:
-    """Prepare the process for its first import of Megatron-Core; a second call is harmless.
+    """Prepare the process for its first ``import megatron.core``; a second call is harmless.
 
     Raises:
         ConfigError: the device is the CPU, but Megatron-Core would use a GPU that torch sees.

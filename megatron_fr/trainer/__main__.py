@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 from megatron_fr.checkpoint.store import find_resumed
 from megatron_fr.config import load_config
 from megatron_fr.errors import MegatronFRError
 from megatron_fr.runtime.device import prepare_process, resolve_device
-from megatron_fr.trainer.stop import StopRequest
 
 
 def main() -> int:
@@ -38,20 +39,18 @@ def main() -> int:
         prepare_process(device)
         # Only now: these import Megatron-Core, which the device has to be prepared for.
         from megatron_fr.runtime.collectives import from_rank_zero
-        from megatron_fr.trainer.assemble import train
         from megatron_fr.trainer.distributed import initialize, shutdown
+        from megatron_fr.trainer.run import train
 
         stop = StopRequest()
         info = initialize(config.parallel, device, config.seed, timeout_s=config.sync.timeout_s)
         service_url = find_service(arguments.service, stop)
-        if service_url is None:
-            shutdown()
-            return 0
-        given = arguments.resume or config.checkpoint.resume
-        resume = from_rank_zero(lambda: find_resumed(config.output, given))
-        folder = train(config, device, info, service_url, stop, resume)
-        if info.rank == 0:
-            print(f"checkpoint: {folder}", flush=True)
+        if service_url is not None:
+            given = arguments.resume or config.checkpoint.resume
+            resume = from_rank_zero(lambda: find_resumed(config.output, given))
+            folder = train(config, device, info, service_url, stop, resume)
+            if info.rank == 0:
+                print(f"checkpoint: {folder}", flush=True)
         shutdown()
     except MegatronFRError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -62,7 +61,23 @@ def main() -> int:
     return 0
 
 
-def find_service(given: str, stop: StopRequest) -> str | None:
+class StopRequest:
+    """True once SIGTERM or SIGINT arrived. Only rank 0's counts; the others learn it in a collective."""
+
+    _asked = False
+
+    def __init__(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._ask)
+
+    def __bool__(self) -> bool:
+        return self._asked
+
+    def _ask(self, *_: Any) -> None:
+        self._asked = True
+
+
+def find_service(given: str, stop: object) -> str | None:
     """The service's address, waited for where a file will hold it; None when rank 0 was asked to stop meanwhile.
 
     A collective, and the same on every rank: one that left alone would be waited for by the others.
@@ -70,16 +85,12 @@ def find_service(given: str, stop: StopRequest) -> str | None:
     from megatron_fr.runtime.collectives import from_rank_zero  # imports torch
 
     def look() -> tuple[bool, str | None]:
-        if stop:
-            return True, None
-        if Path(given).exists():
+        if not stop and Path(given).exists():
             return False, Path(given).read_text().strip()
         time.sleep(0.1)
-        return False, None
+        return bool(stop), None
 
-    if "://" in given:
-        return given
-    stopped, url = False, None
+    stopped, url = False, given if "://" in given else None
     while not stopped and url is None:
         stopped, url = from_rank_zero(look)
     return url

@@ -7,13 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
 
 _CPU = torch.device("cpu")
-_installed = False
+_OPTIMIZER = "megatron.core.optimizer"
+#: Modules of Megatron-Core with a literal ``device="cuda"`` or pinned memory.
+_NAMING_CUDA = (
+    "models.common.embeddings.rope_utils",
+    "optimizer.clip_grads",
+    "optimizer.optimizer",
+    "pipeline_parallel.schedules",
+    "transformer.utils",
+    "utils",
+)
 
 
 class _Inert:
@@ -28,10 +38,6 @@ class _Inert:
         return _Inert
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    del args, kwargs
-
-
 class _TorchOnCpu:
     """The torch module with factories that put ``device="cuda"`` on the CPU and pin no memory."""
 
@@ -44,48 +50,38 @@ class _TorchOnCpu:
 
 
 def _on_cpu(factory: Any) -> Any:
-    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def make(*args: Any, **kwargs: Any) -> Any:
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = _CPU
         kwargs.pop("pin_memory", None)
-        made: torch.Tensor = factory(*args, **kwargs)
-        return made
+        return factory(*args, **kwargs)
 
     return make
 
 
+@cache
 def install() -> None:
     """Patch this process; a second call does nothing.
 
     Raises:
         RuntimeError: torch sees a GPU, which these patches would hide.
     """
-    global _installed
-    if _installed:
-        return
     if torch.cuda.is_available():
         raise RuntimeError("the CPU shim must not be installed where torch sees a GPU")
-    _patch_torch_cuda()
+    _patch_torch()
     _patch_megatron()
-    _installed = True
 
 
-def _patch_torch_cuda() -> None:
+def _patch_torch() -> None:
     cuda: Any = torch.cuda
     stream = _Inert()
-
-    @contextlib.contextmanager
-    def on_stream(*args: Any) -> Iterator[None]:
-        del args
-        yield
-
     # Used by rotary embedding, router, gradient buffers and pipeline messages.
     cuda.current_device = lambda: _CPU
-    cuda.synchronize = _nothing
+    cuda.synchronize = lambda *_, **__: None
     # Side streams of token dispatcher and gradient buffers.
     cuda.Stream = cuda.Event = _Inert
     cuda.current_stream = lambda *_: stream
-    cuda.stream = on_stream
+    cuda.stream = lambda *_: contextlib.nullcontext()
     # The model-parallel RNG tracker keeps states of the generator that layers use: here the CPU's.
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.manual_seed = torch.manual_seed
@@ -104,36 +100,12 @@ def _patch_torch_cuda() -> None:
     tensor.type = type_
 
 
-_OPTIMIZER = "megatron.core.optimizer"
-
-
 def _patch_megatron() -> None:
-    import megatron.core.models.common.embeddings.rope_utils
-    import megatron.core.optimizer
-    import megatron.core.optimizer.clip_grads
-    import megatron.core.optimizer.optimizer
-    import megatron.core.pipeline_parallel.schedules
-    import megatron.core.tensor_parallel.random as mcore_random
-    import megatron.core.transformer.moe.moe_utils
-    import megatron.core.transformer.moe.token_dispatcher
-    import megatron.core.transformer.utils
-    import megatron.core.utils
-
-    def set_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
-        del device, graph_safe
-        torch.set_rng_state(new_state)
-
-    mcore_random._set_cuda_rng_state = set_rng_state
-
-    on_cpu: Any = _TorchOnCpu()  # literal device="cuda" or pinned memory in these modules
-    for module in (
-        megatron.core.models.common.embeddings.rope_utils,
-        megatron.core.pipeline_parallel.schedules,
-        megatron.core.optimizer.clip_grads,
-        megatron.core.optimizer.optimizer,
-        megatron.core.transformer.utils,
-        megatron.core.utils,
-    ):
+    random: Any = import_module("megatron.core.tensor_parallel.random")
+    random._set_cuda_rng_state = lambda new_state, *_, **__: torch.set_rng_state(new_state)
+    on_cpu = _TorchOnCpu()
+    for name in _NAMING_CUDA:
+        module: Any = import_module(f"megatron.core.{name}")
         module.torch = on_cpu
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -141,5 +113,6 @@ def _patch_megatron() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     # The original converts only CUDA tensors to numpy, and all-to-all needs its split sizes as numpy.
-    for module in (megatron.core.transformer.moe.moe_utils, megatron.core.transformer.moe.token_dispatcher):
+    for name in ("moe_utils", "token_dispatcher"):
+        module = import_module(f"megatron.core.transformer.moe.{name}")
         module.maybe_move_tensor_to_cpu = to_host

@@ -1,4 +1,4 @@
-"""Process groups of Megatron-Core from the variables of torchrun, Slurm or MPI, or for a single process."""
+"""Process groups of Megatron-Core, for ranks that torchrun, Slurm or MPI started, or for a single process."""
 
 from __future__ import annotations
 
@@ -32,56 +32,39 @@ class RankInfo:
 def bootstrap(environ: Mapping[str, str] = os.environ) -> RankInfo:
     """Read the variables of torchrun, of a Slurm step, or of MPI; without any, the world has one rank.
 
-    ``MASTER_ADDR`` and ``MASTER_PORT`` replace the address that Slurm and MPI imply.
-
     Raises:
         ConfigError: torchrun's variables are incomplete, or MPI ranks cannot agree on an address.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]:
-            raise ConfigError(
-                f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} not; start ranks with torchrun"
-            )
-        return RankInfo(
-            int(environ["RANK"]),
-            int(environ["WORLD_SIZE"]),
-            int(environ.get("LOCAL_RANK", "0")),
-            environ["MASTER_ADDR"],
-            int(environ["MASTER_PORT"]),
-        )
+        if missing := " and ".join(name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ):
+            raise ConfigError(f"RANK and WORLD_SIZE are set, but {missing} not; start ranks with torchrun")
+        rank, size, local = environ["RANK"], environ["WORLD_SIZE"], environ.get("LOCAL_RANK", "0")
+        return RankInfo(int(rank), int(size), int(local), environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
     if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:  # a batch script has no step
         return _from_slurm(environ)
-    for rank, size, local in (
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-    ):
-        if rank in environ and size in environ:
-            return _from_mpi(environ, int(environ[rank]), int(environ[size]), environ.get(local))
+    for prefix, local_rank in (("OMPI_COMM_WORLD", "OMPI_COMM_WORLD_LOCAL_RANK"), ("PMI", "MPI_LOCALRANKID")):
+        if f"{prefix}_RANK" in environ and f"{prefix}_SIZE" in environ:
+            rank, size = environ[f"{prefix}_RANK"], environ[f"{prefix}_SIZE"]
+            return _from_mpi(environ, int(rank), int(size), environ.get(local_rank))
     return RankInfo(0, 1, 0, "127.0.0.1", free_port("127.0.0.1"))
 
 
 def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
     # The step's own variables: those of a heterogeneous job describe only its first group.
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-    size = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "1")
-    address = environ.get("MASTER_ADDR") or first_node(nodes)
     # Every task derives the same port; two jobs or steps on one node derive different ones.
     derived = 20000 + (int(environ.get("SLURM_JOB_ID", "0")) * 8 + int(environ["SLURM_STEP_ID"]) % 8) % 12000
     return RankInfo(
         int(environ["SLURM_PROCID"]),
-        int(size),
+        int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "1")),
         int(environ.get("SLURM_LOCALID", "0")),
-        address,
+        environ.get("MASTER_ADDR") or first_node(nodes),
         int(environ.get("MASTER_PORT", derived)),
     )
 
 
 def first_node(nodelist: str) -> str:
-    """First host of a Slurm node list: ``gpu[03-05,9],cpu1`` gives ``gpu03``.
-
-    Raises:
-        ConfigError: the list is empty.
-    """
+    """First host of a Slurm node list: ``gpu[03-05,9],cpu1`` gives ``gpu03``."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist.strip())
     if first is None:
         raise ConfigError(f"SLURM_STEP_NODELIST={nodelist!r} names no node; set MASTER_ADDR to rank 0's host")
@@ -90,17 +73,15 @@ def first_node(nodelist: str) -> str:
 
 def _from_mpi(environ: Mapping[str, str], rank: int, size: int, local: str | None) -> RankInfo:
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
-        address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-        return RankInfo(rank, size, int(local or 0), address, port)
+        return RankInfo(rank, size, int(local or 0), environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
     if size == 1:
         return RankInfo(0, 1, 0, "127.0.0.1", free_port("127.0.0.1"))
     try:
         with needs_extra("mpi"):
             from mpi4py import MPI
     except MissingExtraError as error:
-        raise ConfigError(
-            f"{size} MPI ranks agree on an address by MPI: {error}; or set MASTER_ADDR and MASTER_PORT"
-        ) from error
+        message = f"{size} MPI ranks agree on an address by MPI: {error}; or set MASTER_ADDR and MASTER_PORT"
+        raise ConfigError(message) from error
     world = MPI.COMM_WORLD
     if world.Get_size() != size:
         raise ConfigError(f"mpi4py sees {world.Get_size()} ranks, the launcher started {size}; both must use one MPI")
@@ -113,14 +94,9 @@ def _from_mpi(environ: Mapping[str, str], rank: int, size: int, local: str | Non
 def initialize(
     parallel: ParallelConfig, device: Device, seed: int, timeout_s: float = 600, info: RankInfo | None = None
 ) -> RankInfo:
-    """Join the world and build Megatron-Core's groups and random states.
+    """Join the world and build Megatron-Core's groups and random states; on CPUs, install the shim.
 
-    Every rank calls it once, before it builds a model. On CPUs it installs the shim.
-
-    Args:
-        seed: seed of the model-parallel random states.
-        timeout_s: seconds that a collective waits for a missing rank.
-        info: this rank's place; :func:`bootstrap` when None.
+    A collective waits ``timeout_s`` seconds for a missing rank. ``info`` defaults to :func:`bootstrap`.
 
     Raises:
         ConfigError: the number of ranks is not ``parallel.world_size``.

@@ -2,63 +2,35 @@
 
 from __future__ import annotations
 
-import time
-from concurrent.futures import Future, ThreadPoolExecutor
-
 import torch.distributed as dist
 
 from megatron_fr.runtime.collectives import from_rank_zero
-from megatron_fr.trainer.data.client import RolloutClient
-from megatron_fr.trainer.stop import Shutdown, StopRequest
+from megatron_fr.trainer.data.client import RolloutClient, in_thread
+from megatron_fr.trainer.data.loader import Shutdown
 
 _TURN_S = 1.0
 
 
-class Evaluation:
-    """One per rank.
+def run_evaluation(client: RolloutClient, stop: object, name: str) -> dict[str, float]:
+    """Evaluate the weights that the engines hold; a collective. The metrics are named ``eval/...``.
 
-    Args:
-        enabled: whether the run has held-out prompts.
+    Raises:
+        Shutdown: asked to stop meanwhile.
+        RolloutEnded: the service cannot evaluate.
     """
+    pending = in_thread(lambda: client.evaluate(name)) if dist.get_rank() == 0 else None
 
-    def __init__(self, client: RolloutClient, stop: StopRequest, *, enabled: bool) -> None:
-        self._client = client
-        self._stop = stop
-        self._enabled = enabled
-
-    def run(self, name: str) -> dict[str, float]:
-        """Evaluate the weights that the engines hold; a collective.
-
-        Returns:
-            metrics ``eval/...``; none where the run has no held-out prompts.
-
-        Raises:
-            Shutdown: asked to stop meanwhile.
-            RolloutEnded: the service cannot evaluate.
-        """
-        if not self._enabled:
-            return {}
-        # The request runs in a thread and the ranks meet every second: neither a stop request nor another rank's
-        # collective may wait for the evaluation's end.
-        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="evaluation")
-        try:
-            pending = thread.submit(self._client.evaluate, name) if dist.get_rank() == 0 else None
-            metrics: dict[str, float] | None = None
-            while metrics is None:
-                stop, metrics = from_rank_zero(lambda: self._wait_one_turn(pending))
-                if stop:
-                    raise Shutdown
-        finally:
-            thread.shutdown(wait=False)
-        return {f"eval/{key}": value for key, value in metrics.items()}
-
-    def _wait_one_turn(self, pending: Future[dict[str, float]] | None) -> tuple[bool, dict[str, float] | None]:
-        """Whether to stop, and the metrics once the evaluation is done; on rank 0."""
+    def wait_one_turn() -> tuple[bool, dict[str, float] | None]:
         assert pending is not None
-        deadline = time.monotonic() + _TURN_S
-        while not self._stop and time.monotonic() < deadline:
-            try:
-                return False, pending.result(timeout=0.2)
-            except TimeoutError:
-                continue
-        return bool(self._stop), None
+        try:
+            return False, pending.result(timeout=_TURN_S)
+        except TimeoutError:
+            return bool(stop), None
+
+    metrics: dict[str, float] | None = None
+    while metrics is None:
+        # In turns: neither a stop request nor another rank's collective may wait for the evaluation's end.
+        stopped, metrics = from_rank_zero(wait_one_turn)
+        if stopped:
+            raise Shutdown
+    return {f"eval/{key}": value for key, value in metrics.items()}

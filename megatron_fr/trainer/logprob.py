@@ -1,12 +1,9 @@
 """Log-probabilities from hidden states and a vocabulary-parallel output weight, in float32.
 
-With ``z = scale * hidden @ weight.T`` the forward computes for each token the normaliser, the chosen ``z`` and the
-entropy. The gradient of the chosen log-probability is ``scale * (onehot - softmax(z))``. The vocabulary is never
-gathered, and no float32 copy of the logits exists: they are reduced in float32 a few rows at a time.
-
-- ``keep`` holds the logits of all tokens in the model's dtype. The backward writes their gradient over them.
-- ``recompute`` holds the logits of ``chunk_tokens`` tokens and makes them again in the backward: 4 products in place of
-  3. The backward goes through blocks of the vocabulary, so each block of the weight's gradient is rounded once.
+With ``z = scale * hidden @ weight.T`` the gradient of a chosen log-probability is ``scale * (onehot - softmax(z))``.
+The vocabulary is never gathered, and logits are reduced in float32 a few rows at a time. Mode ``keep`` holds all logits
+in the model's dtype, and the backward writes their gradient over them. ``recompute`` holds those of ``chunk_tokens``
+tokens and makes them again in the backward, by blocks of the vocabulary.
 """
 
 from __future__ import annotations
@@ -17,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 LogprobMode = Literal["keep", "recompute"]
 
@@ -29,30 +27,19 @@ _FLOOR = -200.0
 
 @dataclass(frozen=True)
 class LogprobSettings:
-    """Settings of :func:`head_logprobs`.
+    """Settings of :func:`head_logprobs`."""
 
-    Attributes:
-        vocab_size: size of the vocabulary without padding; the softmax leaves padded columns out.
-        temperature: sampling temperature, by which logits are divided.
-        mode: ``keep`` or ``recompute``.
-        chunk_tokens: tokens whose logits exist at a time with ``recompute``.
-        group: tensor-parallel group; None for one rank.
-    """
-
-    vocab_size: int
-    temperature: float = 1.0
+    vocab_size: int  # without padding; the softmax leaves padded columns out
+    temperature: float = 1.0  # of sampling, by which logits are divided
     mode: LogprobMode = "keep"
     chunk_tokens: int = 1024
-    group: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None  # tensor-parallel; None for one rank
 
 
-def head_logprobs(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, settings: LogprobSettings
-) -> tuple[torch.Tensor, torch.Tensor]:
+def head_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, settings: LogprobSettings) -> tuple[Tensor, Tensor]:
     """Compute ``log softmax(hidden @ weight.T / temperature)[target]`` and the entropy of that distribution.
 
-    Gradients are this rank's part: under tensor parallelism the caller sums that of ``hidden`` over the group. Only one
-    backward is possible, because ``keep`` overwrites what it saved.
+    Under tensor parallelism the caller sums the gradient of ``hidden`` over the group. Only one backward is possible.
 
     Args:
         hidden: ``[N, H]``, equal on every rank of the group.
@@ -60,8 +47,7 @@ def head_logprobs(
         targets: int64 ``[N]``, token ids of the whole vocabulary.
 
     Returns:
-        Log-probabilities ``[N]`` (differentiable) and entropy ``[N]`` in nats (without gradient). Both are float32, or
-        float64 for float64 inputs.
+        Log-probabilities ``[N]`` and entropy ``[N]`` in nats (without gradient), float32, or float64 as the inputs.
     """
     keep = settings.mode == "keep" and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     logprobs, entropy = _HeadLogProb.apply(hidden, weight, targets, settings, keep)
@@ -71,37 +57,30 @@ def head_logprobs(
 class _HeadLogProb(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        targets: torch.Tensor,
-        settings: LogprobSettings,
-        keep: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: LogprobSettings, keep: bool
+    ) -> tuple[Tensor, Tensor]:
         shard = _Shard.of(weight, targets, settings)
-        tokens = len(hidden)
+        tokens, step = len(hidden), settings.chunk_tokens
         # Rows: local maximum, sum of exp(z - top), sum of exp(z - top) (z - top), chosen z - top.
-        stats = torch.zeros((4, tokens), dtype=_wide(hidden.dtype), device=hidden.device)
-        logits = None
-        if keep:
-            logits = hidden @ weight.t()
+        stats = torch.zeros((4, tokens), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
+        logits = hidden @ weight.t() if keep else None
+        if logits is not None:
             _reduce_rows(logits, shard, slice(0, tokens), stats)
         else:
-            buffer = hidden.new_empty((min(tokens, settings.chunk_tokens), len(weight)))
-            for rows in _slices(tokens, settings.chunk_tokens):
+            buffer = hidden.new_empty((min(tokens, step), len(weight)))
+            for rows in _slices(tokens, step):
                 chunk = torch.mm(hidden[rows], weight.t(), out=buffer[: rows.stop - rows.start])
                 _reduce_rows(chunk, shard, rows, stats)
         top, total, weighted, chosen = _combine(stats, shard, settings.group)
         log_total = total.log()
-        logprobs = chosen - log_total
         entropy = log_total - weighted / total
         ctx.save_for_backward(hidden, weight, shard.local, shard.mine, top + log_total, logits)
-        ctx.real, ctx.scale, ctx.chunk_tokens = shard.real, shard.scale, settings.chunk_tokens
+        ctx.real, ctx.scale, ctx.chunk_tokens = shard.real, shard.scale, step
         ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        return chosen - log_total, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _entropy: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor, _entropy: Any) -> tuple[Any, ...]:
         hidden, weight, local, mine, log_norm, logits = ctx.saved_tensors
         shard = _Shard(local, mine, ctx.real, ctx.scale)
         if logits is not None:
@@ -109,12 +88,11 @@ class _HeadLogProb(torch.autograd.Function):
             return logits @ weight, logits.t() @ hidden, None, None, None
 
         tokens, width = len(hidden), len(weight)
-        area = ctx.chunk_tokens * width
-        block = min(width, max(1, area // max(tokens, 1)))
+        block = min(width, max(1, ctx.chunk_tokens * width // max(tokens, 1)))
         buffer = hidden.new_empty(tokens * block)
         grad_weight = torch.empty_like(weight)
         # In float32, because rounding would grow with the number of vocabulary blocks.
-        grad_hidden = torch.zeros_like(hidden, dtype=_wide(hidden.dtype))
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.promote_types(hidden.dtype, torch.float32))
         for columns in _slices(width, block):
             part = weight[columns]
             logits = torch.mm(hidden, part.t(), out=buffer[: tokens * len(part)].view(tokens, len(part)))
@@ -129,22 +107,15 @@ class _HeadLogProb(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Shard:
-    """This rank's part of the vocabulary.
+    """This rank's part of the vocabulary."""
 
-    Attributes:
-        local: int64 ``[N]``, the target's column on this rank, clamped where another rank has the target.
-        mine: bool ``[N]``, true where this rank has the target.
-        real: number of columns without padding; they come first.
-        scale: factor of the logits, one over the temperature.
-    """
-
-    local: torch.Tensor
-    mine: torch.Tensor
-    real: int
-    scale: float
+    local: Tensor  # int64 [N], the target's column on this rank, clamped where another rank has it
+    mine: Tensor  # bool [N], whether this rank has the target
+    real: int  # columns without padding; they come first
+    scale: float  # factor of the logits, one over the temperature
 
     @classmethod
-    def of(cls, weight: torch.Tensor, targets: torch.Tensor, settings: LogprobSettings) -> _Shard:
+    def of(cls, weight: Tensor, targets: Tensor, settings: LogprobSettings) -> _Shard:
         width = len(weight)
         first = width * (dist.get_rank(settings.group) if settings.group is not None else 0)
         real = max(0, min(width, settings.vocab_size - first))
@@ -152,8 +123,7 @@ class _Shard:
         return cls(local.clamp(0, max(real - 1, 0)), (local >= 0) & (local < real), real, 1.0 / settings.temperature)
 
 
-def _reduce_rows(logits: torch.Tensor, shard: _Shard, rows: slice, stats: torch.Tensor) -> None:
-    """Fill ``stats[:, rows]`` from the logits ``[rows, V / TP]`` of these rows."""
+def _reduce_rows(logits: Tensor, shard: _Shard, rows: slice, stats: Tensor) -> None:
     if not shard.real:
         return
     for part, z in _scratch_parts(logits[:, : shard.real], stats.dtype):
@@ -169,7 +139,7 @@ def _reduce_rows(logits: torch.Tensor, shard: _Shard, rows: slice, stats: torch.
         torch.sum(weights.mul_(z), dim=-1, out=stats[2, at])
 
 
-def _combine(stats: torch.Tensor, shard: _Shard, group: dist.ProcessGroup | None) -> torch.Tensor:
+def _combine(stats: Tensor, shard: _Shard, group: dist.ProcessGroup | None) -> Tensor:
     """Reduce every rank's ``stats`` to those of the whole vocabulary, relative to its maximum."""
     if group is None or dist.get_world_size(group) == 1:
         return stats
@@ -186,7 +156,7 @@ def _combine(stats: torch.Tensor, shard: _Shard, group: dist.ProcessGroup | None
     return torch.cat([top[None], sums])
 
 
-def _to_gradient(logits: torch.Tensor, shard: _Shard, first: int, log_norm: torch.Tensor, grad: torch.Tensor) -> None:
+def _to_gradient(logits: Tensor, shard: _Shard, first: int, log_norm: Tensor, grad: Tensor) -> None:
     """Overwrite logits ``[N, columns]``, which begin at column ``first`` of this rank, with their gradient."""
     real = max(0, min(logits.shape[1], shard.real - first))
     logits[:, real:] = 0
@@ -208,10 +178,7 @@ def _to_gradient(logits: torch.Tensor, shard: _Shard, first: int, log_norm: torc
             target.copy_(z)
 
 
-def _scratch_parts(
-    logits: torch.Tensor, dtype: torch.dtype, *, allocate: bool = True
-) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield groups of rows, each with the same uninitialised scratch."""
+def _scratch_parts(logits: Tensor, dtype: torch.dtype, *, allocate: bool = True) -> Iterator[tuple[slice, Tensor]]:
     tokens, width = logits.shape
     rows = max(1, (_CPU_SCRATCH if logits.device.type == "cpu" else _GPU_SCRATCH) // width)
     scratch = logits.new_empty((min(rows, tokens) if allocate else 0, width), dtype=dtype)
@@ -221,8 +188,3 @@ def _scratch_parts(
 
 def _slices(total: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, total)) for start in range(0, total, size))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of reductions."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -5,49 +5,36 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_fr.checkpoint.training import TrainingCheckpoints
 from megatron_fr.config import RunConfig
 from megatron_fr.trainer.data.loader import Batch, BatchLoader
-from megatron_fr.trainer.evaluation import Evaluation
-from megatron_fr.trainer.export import WeightExport
-from megatron_fr.trainer.metrics import update_metrics
 from megatron_fr.trainer.step import StepReport, TrainStep
 from megatron_fr.trainer.weight_push import WeightSync
 
 
 @dataclass
 class RunPosition:
-    """How far a run is; equal on every rank.
+    """How far a run is; equal on every rank."""
 
-    Attributes:
-        update: updates done.
-        version: version of the weights; updates without a step do not raise it.
-        score: held-out reward of these weights, of the first set, None before they are evaluated.
-    """
-
-    update: int = 0
-    version: int = 0
-    score: float | None = None
+    update: int = 0  # updates done
+    version: int = 0  # of the weights; updates without a step do not raise it
+    score: float | None = None  # held-out reward of these weights in the first set, None before they are evaluated
 
 
 @dataclass(frozen=True)
 class TrainerLoop:
-    """One per rank; every method is a collective.
-
-    Attributes:
-        position: where the loop begins; it is kept up to date.
-        record: takes the metrics of each update.
-    """
+    """One per rank; every method is a collective."""
 
     config: RunConfig
-    position: RunPosition
+    position: RunPosition  # kept up to date
     loader: BatchLoader
     step: TrainStep
     sync: WeightSync
-    evaluation: Evaluation
+    evaluate: Callable[[str], dict[str, float]]  # metrics of the engines' weights, under the evaluation's name
     checkpoints: TrainingCheckpoints
-    export: WeightExport
+    export: Callable[[int], Path]  # saves the weights of an update, once
     record: Callable[[Mapping[str, float]], None]
 
     def run(self) -> None:
@@ -77,7 +64,7 @@ class TrainerLoop:
             if self._due(config.checkpoint.every):
                 self.checkpoints.begin(update=position.update, version=position.version, score=position.score)
             if self._due(config.checkpoint.hf_every):
-                self.export.save(position.update)
+                self.export(position.update)
         self.sync.finish_probe()  # of the last version
 
     def _update(self) -> dict[str, float]:
@@ -90,14 +77,25 @@ class TrainerLoop:
             self.position.version, self.position.score = self.position.version + 1, None
             sync |= self.sync.push(self.position.version)
         self.loader.commit(batch, version=self.position.version, stepped=report.stepped)
+        seconds = time.monotonic() - started
         return {
             "update": self.position.update,
             "version": self.position.version,
-            **update_metrics(batch, report, sync, seconds=time.monotonic() - started),
+            **batch.lease.metrics,
+            **report.metrics,
+            "time/probe": 0.0,
+            **sync,
+            "train/stepped": float(report.stepped),
+            "train/tokens_per_s": batch.num_tokens / seconds,
+            "time/wait": batch.wait_s,
+            "time/forward_backward": report.forward_backward_s,
+            "time/optimizer": report.optimizer_s,
+            "time/sync": sync.get("sync/seconds", 0.0),
+            "time/update": seconds,
+            "time/trainer_idle": batch.wait_s / seconds,
         }
 
     def _step(self, batch: Batch) -> StepReport:
-        """One optimizer step on the batch; none where equal rewards give no signal."""
         train = self.config.train
         if not batch.signal and train.skip_without_signal:
             return self.step.skip()
@@ -106,7 +104,7 @@ class TrainerLoop:
         return self.step.update(batch.micro_batches, batch.constants, check_replay=check)
 
     def _evaluate(self, name: str) -> dict[str, float]:
-        metrics = self.evaluation.run(name)
+        metrics = self.evaluate(name) if self.config.evaluation_sets else {}
         rewards = [value for name, value in metrics.items() if name.endswith("/reward/mean")]
         self.position.score = rewards[0] if rewards else self.position.score
         return metrics

@@ -5,18 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_fr.config import RunConfig
-from megatron_fr.config.sections import ParallelConfig
+from megatron_fr.config import ParallelConfig, RunConfig
+from megatron_fr.models.layers.aux_loss import BalancedRouter
+from megatron_fr.models.layers.local import CoreAttention, RMSNorm
 from megatron_fr.models.layouts import check_aux_loss, check_layout, uses_sequence_parallel
-from megatron_fr.models.sizes import Sizes
 from megatron_fr.models.spec import ModelSpec
 from megatron_fr.runtime.device import Device
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """``model.dtype`` as torch knows it."""
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def build_transformer_config(
@@ -30,20 +31,11 @@ def build_transformer_config(
     routing_replay: bool = False,
     aux_loss_coeff: float = 0.0,
 ) -> Any:
-    """Megatron-Core's ``TransformerConfig`` for a model.
-
-    Args:
-        dtype: of parameters and activations.
-        transformer_impl: ``te`` or ``local``, see :meth:`megatron_fr.runtime.device.Device.transformer_impl`.
-        recompute: ``train.recompute``, what is made again in the backward pass.
-        routing_replay: build routers that can replay experts.
-        aux_loss_coeff: ``train.moe_aux_loss_coeff``, see :mod:`megatron_fr.models.layers.aux_loss`.
+    """Megatron-Core's ``TransformerConfig`` for a model; ``dtype`` is that of parameters and activations.
 
     Raises:
         ConfigError: the model cannot be split as ``parallel`` says, or has no experts to balance.
     """
-    from megatron.core.transformer import TransformerConfig
-
     check_aux_loss(spec, aux_loss_coeff)
     check_layout(spec, parallel)
     moe: dict[str, Any] = {}
@@ -59,7 +51,7 @@ def build_transformer_config(
             "moe_grouped_gemm": transformer_impl == "te",
             "moe_enable_routing_replay": routing_replay,
             # Only where layers differ: a list also changes how Megatron-Core names the tensors of a checkpoint.
-            **({} if len(spec.moe_layers) == spec.layers else {"moe_layer_freq": _moe_pattern(spec)}),
+            **({} if all(pattern := _moe_pattern(spec)) else {"moe_layer_freq": pattern}),
         }
     return TransformerConfig(
         num_layers=spec.layers,
@@ -77,7 +69,6 @@ def build_transformer_config(
         qk_layernorm=spec.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        attention_softmax_in_fp32=True,
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
@@ -91,13 +82,8 @@ def build_transformer_config(
         overlap_p2p_comm=parallel.vpp > 1,
         batch_p2p_comm=parallel.vpp == 1,
         deallocate_pipeline_outputs=device.kind == "cuda",
-        calculate_per_token_loss=False,
-        gradient_accumulation_fusion=False,  # needs kernels of Apex that a plain install lacks
         bias_activation_fusion=device.kind == "cuda",
         bias_dropout_fusion=device.kind == "cuda",
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        apply_rope_fusion=False,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -112,48 +98,37 @@ def build_transformer_config(
 
 
 def build_model(
-    spec: ModelSpec, run_config: RunConfig, device: Device, *, routing_replay: bool | None = None
+    spec: ModelSpec, run_config: RunConfig, device: Device, *, routing_replay: bool = True
 ) -> list[torch.nn.Module]:
-    """This rank's part of the model, on its device, weights not set: call :func:`load_hf_weights` next.
+    """This rank's part of the model on its device: one chunk a virtual pipeline stage, weights not set.
 
-    The forward takes ``input_ids`` and ``position_ids`` int64 ``[batch, sequence]`` and ``attention_mask`` None
-    (causal; right-padded batches need no mask, packed ones need ``packed_seq_params``), and gives vocabulary-parallel
-    logits ``[batch, sequence, padded_vocab / TP]`` on the last pipeline stage. The vocabulary is padded to a multiple
-    of TP: columns of ids from ``vocab_size`` on are garbage and must take no part in a softmax. Under sequence
-    parallelism the sequence length must be a multiple of the TP size.
+    The forward takes ``input_ids`` and ``position_ids`` int64 ``[batch, sequence]`` and no mask: it is causal. The last
+    pipeline stage gives vocabulary-parallel logits ``[batch, sequence, padded_vocab / TP]``, of which columns from
+    ``vocab_size`` on are garbage. Under sequence parallelism the sequence length must be a multiple of TP.
 
-    Args:
-        routing_replay: None: as ``train.routing_replay`` says, for models with experts.
-
-    Returns:
-        One chunk a virtual pipeline stage, as Megatron-Core's schedules and wrappers take them.
+    ``routing_replay=False`` overrides ``train.routing_replay``.
 
     Raises:
         ConfigError: see :func:`build_transformer_config`.
     """
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_model import GPTModel
-
+    train, parallel = run_config.train, run_config.parallel
     implementation = device.transformer_impl(run_config.model.transformer_impl)
-    if routing_replay is None:
-        routing_replay = run_config.train.routing_replay != "off"
     config = build_transformer_config(
         spec,
-        run_config.parallel,
+        parallel,
         device,
-        dtype=torch_dtype(run_config.model.dtype),
+        dtype=getattr(torch, run_config.model.dtype),
         transformer_impl=implementation,
-        recompute=run_config.train.recompute,
-        routing_replay=routing_replay and spec.moe,
-        aux_loss_coeff=run_config.train.moe_aux_loss_coeff,
+        recompute=train.recompute,
+        routing_replay=routing_replay and spec.moe and train.routing_replay != "off",
+        aux_loss_coeff=train.moe_aux_loss_coeff,
     )
-    virtual = run_config.parallel.vpp
     chunks = []
-    for stage in range(virtual) if virtual > 1 else [None]:
+    for stage in range(parallel.vpp) if parallel.vpp > 1 else [None]:
         model = GPTModel(
             config,
             _block_spec(config, spec, implementation, stage),
-            vocab_size=spec.padded_vocab(run_config.parallel.tp),
+            vocab_size=spec.padded_vocab(parallel.tp),
             max_sequence_length=spec.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
@@ -168,65 +143,43 @@ def build_model(
     return chunks
 
 
-def _moe_pattern(sizes: Sizes) -> list[int]:
-    return [int(layer in sizes.moe_layers) for layer in range(sizes.layers)]
+def _moe_pattern(spec: ModelSpec) -> list[int]:
+    return [int(layer in spec.moe_layers) for layer in range(spec.layers)]
 
 
-def _block_spec(config: Any, sizes: Sizes, implementation: str, stage: int | None) -> Any:
-    """The one place that chooses between Transformer Engine's layers and Megatron-Core's own.
-
-    Args:
-        stage: virtual pipeline stage, None without interleaving.
-    """
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-
+def _block_spec(config: Any, spec: ModelSpec, implementation: str, stage: int | None) -> Any:
+    """The one place that chooses between Transformer Engine's layers and Megatron-Core's own."""
+    make, layer_norm = _local_layer, RMSNorm
     if implementation == "te":
-        from megatron.core.extensions.transformer_engine import TENorm as layer_norm
+        from megatron.core.extensions.transformer_engine import TENorm  # needs Transformer Engine
 
-        make = _te_layer
-    else:
-        from megatron_fr.models.layers.norm import RMSNorm as layer_norm
-
-        make = _local_layer
-    kinds = {moe: make(config, moe) for moe in set(_moe_pattern(sizes))}
+        make, layer_norm = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec, TENorm
+    pattern = _moe_pattern(spec)
+    kinds = {
+        moe: make(
+            num_experts=config.num_moe_experts if moe else None,
+            moe_grouped_gemm=config.moe_grouped_gemm and bool(moe),
+            qk_layernorm=config.qk_layernorm,
+        )
+        for moe in set(pattern)
+    }
     if config.moe_aux_loss_coeff:
-        from megatron_fr.models.layers.aux_loss import BalancedRouter
-
         kinds[1].submodules.mlp.keywords["submodules"].router = BalancedRouter
     first = get_transformer_layer_offset(config, stage)
-    here = _moe_pattern(sizes)[first : first + get_num_layers_to_build(config, stage)]
+    here = pattern[first : first + get_num_layers_to_build(config, stage)]
     return TransformerBlockSubmodules(layer_specs=[kinds[moe] for moe in here], layer_norm=layer_norm)
 
 
-def _te_layer(config: Any, moe: int) -> Any:
-    from megatron.core.models.gpt import gpt_layer_specs as specs
-
-    return specs.get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts if moe else None,
-        moe_grouped_gemm=config.moe_grouped_gemm and bool(moe),
-        qk_layernorm=config.qk_layernorm,
-    )
-
-
-def _local_layer(config: Any, moe: int) -> Any:
-    from megatron.core.models.gpt import gpt_layer_specs as specs
-
-    from megatron_fr.models.layers.core_attention import CoreAttention
-    from megatron_fr.models.layers.norm import RMSNorm
-
-    layer = specs.get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts if moe else None,
-        moe_grouped_gemm=False,
-        qk_layernorm=config.qk_layernorm,
-        normalization=config.normalization,
+def _local_layer(*, num_experts: int | None, qk_layernorm: bool, moe_grouped_gemm: bool) -> Any:
+    layer = gpt_layer_specs.get_gpt_layer_local_spec(
+        num_experts, moe_grouped_gemm, qk_layernorm=qk_layernorm, normalization="RMSNorm"
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = CoreAttention
-    if config.qk_layernorm:
+    if qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if moe:
+    if num_experts:
         # Transformer Engine's layers fuse the norm into a dense MLP only: the same name in checkpoints of both.
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
     return layer

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from megatron_fr.algorithm import (
     LossStats,
@@ -23,44 +25,65 @@ from megatron_fr.config import AlgorithmConfig, GRPOConfig, OwnLossConfig
 from megatron_fr.errors import UpdateError
 from megatron_fr.runtime.importing import import_object, place_of
 from megatron_fr.trainer.data.batch import MicroBatch
-from megatron_fr.trainer.data.context import ContextGroup
 
-#: Of an advantage function's own values, relative to the largest reward: smaller ones are rounding, not signal.
+#: Largest rounding of an own advantage function's values, relative to the largest reward; above it they are a signal.
 _NO_SIGNAL = 1e-9
 
 
 @dataclass(frozen=True)
+class ContextGroup:
+    """The context-parallel ranks that hold parts of the same trajectories (``models/layers/zigzag.py``)."""
+
+    group: dist.ProcessGroup
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Add ``values`` over the parts, without gradient: so the losses see whole trajectories."""
+        total = values.detach().clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def failure_mask(
+        self, entropy: Tensor, action_mask: Tensor, positions: Tensor, advantages: Tensor, quantile: float
+    ) -> Tensor:
+        """This rank's part of :func:`failure_token_mask`, from its parts ``[b, W]``; every rank has the same ``W``.
+
+        Equal entropies are ordered by their position in the whole trajectory.
+        """
+        whole = [self._gather(t) for t in (entropy, action_mask.to(torch.uint8), positions)]
+        order = whole[2].argsort(dim=1, stable=True)
+        ordered = failure_token_mask(whole[0].gather(1, order), whole[1].gather(1, order).bool(), advantages, quantile)
+        keep = torch.empty_like(ordered).scatter_(1, order, ordered)
+        return keep.chunk(dist.get_world_size(self.group), dim=1)[dist.get_rank(self.group)]
+
+    def _gather(self, part: Tensor) -> Tensor:
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, part.contiguous(), group=self.group)
+        return torch.cat(parts, dim=1)
+
+
+@dataclass(frozen=True)
 class BatchConstants:
-    """What every micro-batch's loss needs to know of the whole update, over all ranks."""
+    """Sizes of the whole update's batch, over all ranks."""
 
     batch_size: int  # B
     action_tokens: int
 
 
 class Objective:
-    """The loss that ``config`` names.
-
-    Args:
-        context: the ranks that hold parts of the same trajectories, None where each rank holds whole ones.
+    """The loss that ``config`` names; ``context`` is None where each rank holds whole trajectories.
 
     Raises:
         ConfigError: an advantage or a loss of the user's own cannot be imported.
     """
 
     def __init__(self, config: AlgorithmConfig, context: ContextGroup | None = None) -> None:
-        self._config = config
-        self.context = context
+        self._config, self._context = config, context
         self._advantage: Any = "group" if isinstance(config, GRPOConfig) else config.advantage
         if ":" in self._advantage:
             self._advantage = import_object(self._advantage, "algorithm.advantage")
-        self._own_loss: Callable[..., Any] | None = None
-        if isinstance(config, OwnLossConfig):
-            self._own_loss = import_object(config.loss, "algorithm.loss")
-
-    @property
-    def own(self) -> bool:
-        """Whether the loss is the user's own, which may return statistics of its own."""
-        return self._own_loss is not None
+        #: Whether the loss is the user's own, which may return statistics of its own.
+        self.own = isinstance(config, OwnLossConfig)
+        self._loss: Any = import_object(config.loss, "algorithm.loss") if isinstance(config, OwnLossConfig) else None
 
     def advantages(self, batch: RewardBatch) -> tuple[list[float], bool]:
         """Advantages of the global batch, and whether it has any signal.
@@ -79,33 +102,29 @@ class Objective:
         return compute_advantages(name, batch).tolist(), signal
 
     def loss(
-        self, batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor, constants: BatchConstants
-    ) -> tuple[torch.Tensor, LossStats, dict[str, torch.Tensor]]:
+        self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, constants: BatchConstants
+    ) -> tuple[Tensor, LossStats, dict[str, Tensor]]:
         """This micro-batch's part of the update's loss, its statistics, and those of the user's own loss.
 
-        Args:
-            logprobs: float32 ``[r, c]``, of ``batch.targets``.
-            entropy: float32 ``[r, c]``, without gradient.
+        ``logprobs`` of the targets and ``entropy`` are float32 ``[r, c]``; only the first has a gradient.
 
         Raises:
             FloatingPointError: a log-probability or an importance ratio is not finite.
             UpdateError: the user's own loss raised, or returned something unusable.
         """
-        config = self._config
-        mask = batch.trajectory_mask
+        config, mask = self._config, batch.trajectory_mask
         common: dict[str, Any] = {
             "logprobs": batch.by_trajectory(logprobs),
             "behavior_logprobs": batch.by_trajectory(batch.behavior_logprobs),
             "advantages": batch.advantages,
             "action_mask": mask,
             "batch_size": constants.batch_size,
-            "sum_over_context": None if self.context is None else self.context.sum,
+            "sum_over_context": None if self._context is None else self._context.sum,
         }
         if isinstance(config, OwnLossConfig):
-            assert self._own_loss is not None
             with _users_code("algorithm.loss"):
                 return own_loss(
-                    self._own_loss,
+                    self._loss,
                     config.loss_args,
                     **common,
                     entropy=batch.by_trajectory(entropy),
@@ -114,6 +133,14 @@ class Objective:
                 )
         if isinstance(config, GRPOConfig):
             return *grpo_loss(**common, clip_low=config.clip_low, clip_high=config.clip_high), {}
+        keep: Tensor | None = None
+        if config.failure_token_quantile != 1:
+            filtered = batch.by_trajectory(entropy), mask
+            if self._context is None:
+                keep = failure_token_mask(*filtered, batch.advantages, config.failure_token_quantile)
+            else:
+                positions = batch.by_trajectory(batch.position_ids)
+                keep = self._context.failure_mask(*filtered, positions, batch.advantages, config.failure_token_quantile)
         loss, stats = flash_reinforce_loss(
             **common,
             delta=config.delta,
@@ -121,25 +148,15 @@ class Objective:
             admission=config.admission,
             importance=config.importance,
             truncation=config.truncation,
-            loss_mask=self._kept(batch, mask, batch.by_trajectory(entropy), config.failure_token_quantile),
+            loss_mask=keep,
             batch_action_tokens=constants.action_tokens if config.reduction == "token_mean" else None,
         )
         return loss, stats, {}
 
-    def _kept(
-        self, batch: MicroBatch, mask: torch.Tensor, entropy: torch.Tensor, quantile: float
-    ) -> torch.Tensor | None:
-        if quantile == 1:
-            return None
-        if self.context is None:
-            return failure_token_mask(entropy, mask, batch.advantages, quantile)
-        positions = batch.by_trajectory(batch.position_ids)
-        return self.context.failure_mask(entropy, mask, positions, batch.advantages, quantile)
-
 
 @contextmanager
 def _users_code(field: str) -> Iterator[None]:
-    """Turn what the user's function raises into an error of the update that names its file and line."""
+    """Turn what the user's function raises into an error of the update that names file and line."""
     try:
         yield
     except FloatingPointError:

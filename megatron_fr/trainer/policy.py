@@ -8,44 +8,36 @@ from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_fr.checkpoint.io import load_weights
-from megatron_fr.config import RunConfig
+from megatron_fr.config import OptimizerConfig, ParallelConfig, RunConfig
 from megatron_fr.hf.export import iter_hf_tensors
 from megatron_fr.hf.folder import read_spec, resolve_folder
-from megatron_fr.hf.load import load_hf_weights
-from megatron_fr.hf.save import save_hf_folder
+from megatron_fr.hf.model import load_hf_weights, save_hf_folder
 from megatron_fr.models.layouts import uses_sequence_parallel
 from megatron_fr.models.spec import ModelSpec
 from megatron_fr.runtime.device import Device
 from megatron_fr.trainer.data.batch import BatchLayout, RouteShape
-from megatron_fr.trainer.data.context import ContextGroup
-from megatron_fr.trainer.head import LogprobHead
 from megatron_fr.trainer.logprob import LogprobSettings
-from megatron_fr.trainer.model import build_model, torch_dtype
-from megatron_fr.trainer.objective import Objective
-from megatron_fr.trainer.optimizer import make_optimizer, make_schedule, wrap_for_training
+from megatron_fr.trainer.model import build_model
+from megatron_fr.trainer.objective import ContextGroup, Objective
 from megatron_fr.trainer.routing_replay import RoutingReplay
-from megatron_fr.trainer.step import TrainStep
+from megatron_fr.trainer.step import LogprobHead, TrainStep
 
 
 @dataclass
 class Policy:
-    """One rank's share of the model, and its update.
-
-    Attributes:
-        spec: of its model.
-        chunks: the bare Megatron-Core model chunks.
-        route_shape: of the routes to replay; None where nothing is replayed.
-        layout: how this rank sees a micro-batch.
-    """
+    """One rank's share of the model, and its update."""
 
     spec: ModelSpec
     source: Path
-    chunks: Sequence[torch.nn.Module]
+    chunks: Sequence[torch.nn.Module]  # of Megatron-Core, bare
     step: TrainStep
-    objective: Objective
-    route_shape: RouteShape | None
+    route_shape: RouteShape | None  # None where nothing is replayed
     layout: BatchLayout
 
     def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -64,8 +56,8 @@ def build_policy(config: RunConfig, device: Device) -> Policy:
         ModelError: the model folder is missing, damaged or of an unknown architecture.
         ConfigError: the layout does not fit the model.
     """
-    spec = read_spec(config.model.path)
-    source = resolve_folder(config.model.path)
+    train, parallel = config.train, config.parallel
+    spec, source = read_spec(config.model.path), resolve_folder(config.model.path)
     chunks = build_model(spec, config, device)
     if config.model.weights is None:
         load_hf_weights(chunks, spec, source)
@@ -73,46 +65,85 @@ def build_policy(config: RunConfig, device: Device) -> Policy:
         load_weights(chunks, config.model.weights)
 
     replay, route_shape = None, None
-    if config.train.routing_replay != "off" and spec.moe:
+    if train.routing_replay != "off" and spec.moe:
         layers = [layer + 1 for layer in spec.moe_layers]
-        replay = RoutingReplay(chunks, layers, recompute=config.train.recompute == "full")
-        if config.train.routing_replay == "rollout":
+        replay = RoutingReplay(chunks, layers, recompute=train.recompute == "full")
+        if train.routing_replay == "rollout":
             route_shape = RouteShape(replay.columns, spec.top_k, spec.experts)
-    context = ContextGroup(parallel_state.get_context_parallel_group()) if config.parallel.cp > 1 else None
-    ddp_chunks = wrap_for_training(chunks, config.parallel)
-    optimizer = make_optimizer(ddp_chunks, config.optimizer, config.parallel, torch_dtype(config.model.dtype))
+    context = ContextGroup(parallel_state.get_context_parallel_group()) if parallel.cp > 1 else None
+    settings = LogprobSettings(
+        vocab_size=spec.vocab,
+        temperature=config.rollout.temperature,
+        mode=train.logprob_mode,
+        chunk_tokens=train.logprob_chunk_tokens,
+        group=parallel_state.get_tensor_model_parallel_group(),
+    )
+    ddp_chunks = wrap_for_training(chunks, parallel)
+    optimizer = make_optimizer(ddp_chunks, config.optimizer, parallel, getattr(torch, config.model.dtype))
+    rates, updates = config.optimizer, train.num_updates
+    schedule = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=rates.lr,
+        min_lr=rates.lr * rates.min_lr_ratio,
+        lr_warmup_steps=min(int(rates.warmup_fraction * updates), updates - 1),
+        lr_decay_steps=updates,
+        lr_decay_style=rates.schedule,
+        start_wd=rates.weight_decay,
+        end_wd=rates.weight_decay,
+        wd_incr_steps=updates,
+        wd_incr_style="constant",
+    )
     step = TrainStep(
         chunks=ddp_chunks,
         optimizer=optimizer,
-        schedule=make_schedule(optimizer, config.optimizer, config.train.num_updates),
+        schedule=schedule,
         objective=Objective(config.algorithm, context),
-        head=LogprobHead(
-            LogprobSettings(
-                vocab_size=spec.vocab,
-                temperature=config.rollout.temperature,
-                mode=config.train.logprob_mode,
-                chunk_tokens=config.train.logprob_chunk_tokens,
-                group=parallel_state.get_tensor_model_parallel_group(),
-            )
-        ),
+        head=LogprobHead(settings),
         replay=replay,
     )
-    return Policy(
-        spec=spec,
-        source=source,
-        chunks=chunks,
-        step=step,
-        objective=step.objective,
-        route_shape=route_shape,
-        layout=_layout(config, sequence_parallel=uses_sequence_parallel(spec, config.parallel)),
-    )
-
-
-def _layout(config: RunConfig, *, sequence_parallel: bool) -> BatchLayout:
-    return BatchLayout(
-        packed=config.train.max_tokens_per_micro_batch is not None,
-        sequence_rank=parallel_state.get_tensor_model_parallel_rank() if sequence_parallel else 0,
-        sequence_size=config.parallel.tp if sequence_parallel else 1,
+    split = uses_sequence_parallel(spec, parallel)
+    layout = BatchLayout(
+        packed=train.max_tokens_per_micro_batch is not None,
+        sequence_rank=parallel_state.get_tensor_model_parallel_rank() if split else 0,
+        sequence_size=parallel.tp if split else 1,
         context_rank=parallel_state.get_context_parallel_rank(),
-        context_size=config.parallel.cp,
+        context_size=parallel.cp,
     )
+    return Policy(spec, source, chunks, step, route_shape, layout)
+
+
+def wrap_for_training(chunks: Sequence[torch.nn.Module], parallel: ParallelConfig) -> list[DistributedDataParallel]:
+    """Wrap model chunks in Megatron's DDP: float32 gradient buffers, averaged over DP x CP."""
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=parallel.distributed_optimizer,
+        average_in_collective=False,
+    )
+    return [DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in chunks]
+
+
+def make_optimizer(
+    ddp_chunks: Sequence[DistributedDataParallel], config: OptimizerConfig, parallel: ParallelConfig, dtype: torch.dtype
+) -> MegatronOptimizer:
+    """Build AdamW without weight decay of norms and biases, and set the hooks of Megatron's schedules."""
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.lr * config.min_lr_ratio,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=parallel.distributed_optimizer,
+        ),
+        list(ddp_chunks),
+    )
+    for chunk in ddp_chunks:
+        chunk.config.grad_scale_func = optimizer.scale_loss
+        chunk.config.finalize_model_grads_func = finalize_model_grads
+    return optimizer

@@ -2,15 +2,14 @@
 
 Scale of the loss: Megatron's schedule multiplies a micro-batch's loss by CP and divides it by the number of
 micro-batches; its DDP averages gradients over DP x CP. The objective is the plain sum over micro-batches, DP and CP
-ranks. So the loss is multiplied by ``DP x micro-batches`` here, and nowhere else. The load-balancing loss of experts
-has its own scale: see :mod:`megatron_fr.models.layers.aux_loss`.
+ranks. So the loss is multiplied by ``DP x micro-batches`` here, and nowhere else.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,14 +19,63 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 
 from megatron_fr.errors import UpdateError
 from megatron_fr.models.layers.aux_loss import aux_loss_metrics, reset_aux_loss, router_padding
 from megatron_fr.trainer.data.batch import MicroBatch
-from megatron_fr.trainer.head import HeadTask, LogprobHead
+from megatron_fr.trainer.logprob import LogprobSettings, head_logprobs
 from megatron_fr.trainer.objective import BatchConstants, Objective
 from megatron_fr.trainer.reduce import reduce_own_statistics, reduce_results
 from megatron_fr.trainer.routing_replay import RoutingReplay
+
+
+@dataclass(frozen=True)
+class HeadTask:
+    """Targets of one forward, equal on all ranks of a tensor-parallel group."""
+
+    targets: torch.Tensor  # int64 [b, P], next token of each position
+    wanted: torch.Tensor | None = None  # bool [b, P], positions that go through the head; the others give 0
+
+
+@dataclass(frozen=True)
+class LogprobHead:
+    """An ``output_processor`` for ``GPTModel.forward``, with a :class:`HeadTask` as its context.
+
+    Tied embeddings and DDP's hooks and buffers work as with Megatron's own output layer.
+    """
+
+    settings: LogprobSettings
+
+    def __call__(
+        self,
+        *,
+        hidden_states: torch.Tensor,  # [P, b, H], or this rank's [P / TP, b, H] under sequence parallelism
+        output_layer: Any,
+        output_weight: torch.Tensor | None,  # of a tied embedding; None without ties
+        context: HeadTask,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities (differentiable) and entropy (without gradient), float32 ``[b, P]``."""
+        weight = output_layer.weight if output_weight is None else output_weight
+        group = self.settings.group
+        if output_layer.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
+        rows, positions = context.targets.shape
+        hidden = hidden_states.reshape(positions * rows, -1)
+        # The sequence is the first dimension of Megatron's hidden states.
+        targets = context.targets.t().reshape(-1)
+        where = None
+        if context.wanted is not None:
+            where = context.wanted.t().reshape(-1).nonzero().squeeze(1)
+            hidden, targets = hidden[where], targets[where]
+        if not output_layer.sequence_parallel and group is not None:
+            # An identity whose backward sums the ranks' gradients.
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+        logprobs, entropy = head_logprobs(hidden, weight, targets, self.settings)
+        if where is not None:
+            logprobs, entropy = (v.new_zeros(positions * rows).index_copy(0, where, v) for v in (logprobs, entropy))
+        return logprobs.view(positions, rows).t(), entropy.view(positions, rows).t()
 
 
 @dataclass(frozen=True)
@@ -42,14 +90,7 @@ class StepReport:
 
 @dataclass
 class TrainStep:
-    """Takes updates.
-
-    Attributes:
-        chunks: the rank's DDP-wrapped model chunks.
-        head: computes log-probabilities on the last pipeline stage.
-        replay: routing replay, or None.
-        forwards: number of forwards of model chunks so far.
-    """
+    """Takes updates of the rank's DDP-wrapped model chunks."""
 
     chunks: Sequence[DistributedDataParallel]
     optimizer: MegatronOptimizer
@@ -57,27 +98,24 @@ class TrainStep:
     objective: Objective
     head: LogprobHead
     replay: RoutingReplay | None
-    forwards: int = field(default=0, init=False)
-    _routes: torch.Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64), init=False)
 
     def update(
         self, batches: Sequence[MicroBatch], constants: BatchConstants, *, check_replay: bool = False
     ) -> StepReport:
-        """Run forward and backward over this rank's micro-batches, then one optimizer step.
+        """Run forward and backward over this rank's micro-batches, on every rank equally many; then one optimizer step.
 
-        Every rank passes the same number of micro-batches.
-
-        Args:
-            check_replay: run a forward with the live router first, where routes are replayed.
+        ``check_replay`` runs a forward with the live router first, where routes are replayed.
 
         Raises:
             UpdateError: a log-probability, ratio or gradient of some rank is not finite. Every rank raises it before
                 weights and moments change.
         """
         started = time.monotonic()
-        live = self._live_logprobs(batches) if check_replay and batches[0].routes is not None else None
+        device = next(self.chunks[0].parameters()).device
+        live = self.logprobs(batches, live=True) if check_replay and batches[0].routes is not None else None
+        if live is not None and device.type == "cuda":
+            torch.cuda.synchronize()  # its time must not count as the training forward's
         replay_check_s = time.monotonic() - started
-
         started = time.monotonic()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -85,10 +123,9 @@ class TrainStep:
         scale = parallel_state.get_data_parallel_world_size() * len(batches)
         loss = partial(self._training_loss, constants=constants, scale=scale)
         reset_aux_loss()
-        results = self._run(batches, loss, train=True, actions_only=True)
-        device = next(self.chunks[0].parameters()).device
+        results, routes = self._run(batches, loss, train=True)
         metrics = reduce_results(
-            batches, results, self._faults(results), live=live, routes=self._routes, constants=constants, device=device
+            batches, results, self._faults(results), live=live, routes=routes, constants=constants, device=device
         )
         if self.objective.own:
             metrics |= reduce_own_statistics(results)
@@ -96,13 +133,12 @@ class TrainStep:
         if live is not None:
             metrics["time/replay_check"] = replay_check_s
         forward_backward_s = time.monotonic() - started
-
         started = time.monotonic()
         self.schedule.step(1)
         if not metrics["trust_region/admitted_tokens"]:
             # The gradient is exactly zero, and Adam's momentum alone must not move the weights.
             return StepReport(metrics, forward_backward_s, 0.0, stepped=False)
-        stepped, grad_norm, _zeros = self.optimizer.step()
+        stepped, grad_norm, _ = self.optimizer.step()
         metrics["train/grad_norm"] = float(grad_norm or 0.0)
         metrics["train/lr"] = float(self.optimizer.param_groups[0]["lr"])
         return StepReport(metrics, forward_backward_s, time.monotonic() - started, bool(stepped))
@@ -113,28 +149,17 @@ class TrainStep:
         return StepReport({}, 0.0, 0.0, stepped=False)
 
     @torch.no_grad()
-    def logprobs(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Log-probabilities float32 ``[r, c]`` of each micro-batch's targets; empty before the last pipeline stage."""
-        return [r["logprobs"] for r in self._run(batches, self._inference_loss, train=False)]
+    def logprobs(self, batches: Sequence[MicroBatch], *, live: bool = False) -> list[torch.Tensor]:
+        """Log-probabilities float32 ``[r, c]`` of each micro-batch's targets; empty before the last pipeline stage.
 
-    @torch.no_grad()
-    def _live_logprobs(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Log-probabilities of action tokens (0 elsewhere) with the live router's experts."""
-        results = self._run(batches, self._inference_loss, train=False, actions_only=True, live=True)
-        if batches[0].tokens.is_cuda:
-            torch.cuda.synchronize()  # its time must not count as the training forward's
-        return [r["logprobs"] for r in results]
+        With ``live``, of action tokens alone, 0 elsewhere, and with the live router's experts.
+        """
+        return [r["logprobs"] for r in self._run(batches, _inference_loss, train=False, live=live)[0]]
 
     def _run(
-        self,
-        batches: Sequence[MicroBatch],
-        loss: Callable[..., Any],
-        *,
-        train: bool,
-        actions_only: bool = False,
-        live: bool = False,
-    ) -> list[dict[str, Any]]:
-        """Run the schedule once; returns the results of ``loss`` on the last pipeline stage, one a micro-batch."""
+        self, batches: Sequence[MicroBatch], loss: Callable[..., Any], *, train: bool, live: bool = False
+    ) -> tuple[list[dict[str, Any]], tuple[float, float]]:
+        """Run the schedule once: results of ``loss``, see :func:`reduce_results`, and :meth:`RoutingReplay.end`."""
         if self.replay is not None:
             self.replay.begin([None if live else b.routes for b in batches])
         for chunk in self.chunks:
@@ -143,29 +168,25 @@ class TrainStep:
         iterators = [iter(batches) for _ in self.chunks]
         try:
             results: list[dict[str, Any]] = get_forward_backward_func()(
-                forward_step_func=partial(self._forward, loss=loss, actions_only=actions_only),
+                forward_step_func=partial(self._forward, loss=loss, actions_only=train or live),
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=list(self.chunks),
                 num_microbatches=len(batches),
-                seq_length=max(b.num_positions for b in batches),
+                seq_length=max(b.tokens.shape[1] for b in batches),
                 micro_batch_size=max(len(b.tokens) for b in batches),
                 forward_only=not train,
             )
         except BaseException:
             if self.replay is not None:
-                self.replay.abandon()
+                self.replay.begin([])
             raise
-        agreeing, counted = self.replay.end() if self.replay is not None else (0.0, 0.0)
-        self._routes = torch.tensor([agreeing, counted], dtype=torch.float64)
-        return results
+        return results, self.replay.end() if self.replay is not None else (0.0, 0.0)
 
     def _forward(
         self, iterator: Iterator[MicroBatch], model: torch.nn.Module, *, loss: Callable[..., Any], actions_only: bool
     ) -> tuple[Any, Callable[[Any], Any]]:
         batch = next(iterator)
-        self.forwards += 1
         # No mask: attention is causal, and padding stands at the end of a row.
-        task = HeadTask(batch.targets, batch.action_mask if actions_only else None)
         output = model(
             batch.tokens,
             batch.position_ids,
@@ -173,7 +194,7 @@ class TrainStep:
             packed_seq_params=batch.packed_seq_params,
             padding_mask=router_padding(model, batch.padding),
             output_processor=self.head,
-            output_processor_context=task,
+            output_processor_context=HeadTask(batch.targets, batch.action_mask if actions_only else None),
         )
         return output, partial(loss, batch)
 
@@ -190,17 +211,14 @@ class TrainStep:
         report = {"loss": loss.detach().double(), "entropy_sum": entropy_sum, "stats": stats, "own": own}
         return loss * scale, report | {"logprobs": logprobs.detach()}
 
-    def _inference_loss(
-        self, _batch: MicroBatch, output: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        logprobs, _entropy = output
-        return logprobs.new_zeros(()), {"logprobs": logprobs}
-
     def _faults(self, results: Sequence[dict[str, Any]]) -> list[str]:
-        """Messages about values on this rank that are not finite."""
         faults = [result["fault"] for result in results if "fault" in result]
         buffers = [b for chunk in self.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         # A sum keeps any NaN or infinity, and needs no mask of the buffer's size.
         if not faults and not all(bool(buffer.grad_data.sum().isfinite()) for buffer in buffers):
             return ["a gradient is not finite; check the weights, or lower optimizer.lr"]
         return faults
+
+
+def _inference_loss(_batch: MicroBatch, output: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, Any]:
+    return output[0].new_zeros(()), {"logprobs": output[0]}

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from megatron_fr.agents.chat import Chat
-from megatron_fr.agents.python_schema import PYTHON_TOOL_SCHEMA
+from megatron_fr.agents.tool_call import PYTHON_TOOL_SCHEMA
 from megatron_fr.errors import ModelError
 from tools.tiny import make_tokenizer, make_untrained
 

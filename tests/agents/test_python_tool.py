@@ -12,9 +12,9 @@ import pytest
 from megatron_fr.agents.arithmetic import questions
 from megatron_fr.agents.chat import Chat
 from megatron_fr.agents.contract import Outcome, Prompt
-from megatron_fr.agents.python_schema import PYTHON_TOOL_SCHEMA
 from megatron_fr.agents.python_tool import PythonToolAgent
 from megatron_fr.agents.registry import make_agent
+from megatron_fr.agents.tool_call import PYTHON_TOOL_SCHEMA
 from megatron_fr.config import AgentConfig, ToolLimits
 from megatron_fr.errors import ConfigError
 from tests.support.scripted import ScriptedSession
@@ -206,7 +206,7 @@ def test_the_warm_ups_traces_are_what_the_real_tool_and_template_produce(tokeniz
 
 def test_agents_are_made_by_name_or_path(tokenizer: Any) -> None:
     assert isinstance(make_agent(AgentConfig(), tokenizer), PythonToolAgent)
-    path = "megatron_fr.agents.single_turn:SingleTurnAgent"
+    path = "megatron_fr.agents.python_tool:SingleTurnAgent"
     by_path = make_agent(AgentConfig(kind=path), tokenizer)
     assert type(by_path) is type(make_agent(AgentConfig(kind="single_turn"), tokenizer))
     session = ScriptedSession([encode(tokenizer, python("print(1)") + "<|im_end|>")])

@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron_fr.convert import quantize
 from megatron_fr.convert.calibration import read_calibration
-from megatron_fr.convert.inspect import inspect_folder
+from megatron_fr.convert.inspect import check_quantized, inspect_folder
 from megatron_fr.convert.quantize import load_quantized
-from megatron_fr.convert.quantized import check_quantized
 from megatron_fr.errors import ModelError
 from megatron_fr.rollout.state import Counters, RolloutState, encode_state
 from megatron_fr.runtime.device import prepare_process, resolve_device

@@ -18,10 +18,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_fr.convert import to_megatron as to_megatron_module
+from megatron_fr.convert import megatron
+from megatron_fr.convert.megatron import convert_hf_to_megatron, convert_megatron_to_hf
 from megatron_fr.convert.stored import StoredTensors
-from megatron_fr.convert.to_hf import convert_megatron_to_hf
-from megatron_fr.convert.to_megatron import convert_hf_to_megatron
 from megatron_fr.errors import ConfigError, ModelError
 from tests.support.conversions import assert_equal_folders, convert_on_ranks, snapshot, to_megatron
 from tests.support.parallel_launch import end_process, fork_process, run_ranks
@@ -223,7 +222,7 @@ def test_sizes_that_do_not_fit_and_a_model_too_large_for_one_process_are_refused
     with pytest.raises(ConfigError, match=r"2 ranks .* --pp=1"):
         to_megatron(pristine[0], tmp_path / "no", ranks=2, tp=4)
     free = type("Memory", (), {"available": 1_000_000})
-    monkeypatch.setattr(to_megatron_module.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(megatron.psutil, "virtual_memory", lambda: free)
     with pytest.raises(ConfigError, match=r"weights take .* GB in float32, and one process has 0\.0 GB .*torchrun"):
         convert_hf_to_megatron(pristine[0], tmp_path / "no")
     shutil.copytree(pristine[0], tmp_path / "half")
@@ -322,15 +321,13 @@ def test_a_full_disk_is_one_error_and_leaves_the_target_as_it_was(
 
 def stop_half_way(kind: str, source: Path, out: Path) -> None:
     """Convert in this process, and wait where the weights are written and the folder has not its name."""
-    from megatron_fr.convert import to_hf, to_megatron
 
     def wait(*_: object) -> None:
         (out.parent / "reached").touch()
         time.sleep(60)
 
     torch.set_num_threads(1)
-    for module in (to_hf, to_megatron):
-        module.copy_other_files = wait  # type: ignore[attr-defined]
+    megatron.copy_other_files = wait
     convert_megatron_to_hf(source, out) if kind == "hf" else convert_hf_to_megatron(source, out)
 
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_fr.convert.inspect import inspect_folder
+from megatron_fr.convert.megatron import compare, convert_megatron_to_hf
 from megatron_fr.convert.stored import find_checkpoint
-from megatron_fr.convert.to_hf import compare, convert_megatron_to_hf
 from megatron_fr.errors import ModelError
 from megatron_fr.hf.export import hf_tensor_specs
 from megatron_fr.hf.folder import read_spec

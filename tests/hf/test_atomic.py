@@ -71,7 +71,7 @@ def test_what_a_writer_killed_after_the_second_rename_left_goes_with_the_next_wr
     out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def writer(reached: Any) -> None:
-        monkeypatch.setattr(atomic, "_sync", lambda path: path == out.parent and stop_here(reached))
+        monkeypatch.setattr(atomic, "sync_path", lambda path: path == out.parent and stop_here(reached))
         write(out, "second")
 
     kill_when_reached(writer)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
-from megatron_fr.models.local import _whole_name
+from megatron_fr.models.local import whole_name
 
-#: The second of two pipeline stages of two layers each.
-LAYERS = [SimpleNamespace(layer_number=3), SimpleNamespace(layer_number=4)]
+#: Layers of the second of two pipeline stages of two layers each, counted from 1.
+LAYERS = [3, 4]
 
 
 @pytest.mark.parametrize(
@@ -31,4 +29,4 @@ LAYERS = [SimpleNamespace(layer_number=3), SimpleNamespace(layer_number=4)]
     ],
 )
 def test_layers_and_experts_become_global_and_fused_names_plain(local: str, whole: str) -> None:
-    assert _whole_name(local, LAYERS, first_expert=8) == whole  # type: ignore[arg-type]
+    assert whole_name(local, LAYERS, first_expert=8) == whole

@@ -8,18 +8,20 @@ from transformers import Glm4MoeConfig, Qwen2Config, Qwen3MoeConfig
 
 from megatron_fr.errors import ModelError
 from megatron_fr.hf.export import hf_tensor_specs
-from megatron_fr.models.mappings import QKV, Copy, GatedMLP, RowParallel, VocabParallel, WeightMapping
+from megatron_fr.models.mappings import QKV, Copy, GatedMLP, RowParallel, Sizes, VocabParallel, WeightMapping
 from megatron_fr.models.registry import FAMILIES, model_spec
-from megatron_fr.models.sizes import Sizes
 
 SIZES = Sizes(layers=2, hidden=6, heads=4, kv_heads=2, head_dim=5, ffn=12, vocab=13, experts=8, moe_ffn=10, top_k=2)
+GATED = GatedMLP("fc1", ("gate", "up"), (("ffn", "hidden"),) * 2)
+EMBEDDING = VocabParallel("embedding", ("hf",), (("vocab", "hidden"),))
+Q_K_V = QKV("qkv", ("q", "k", "v"), (("q_size", "hidden"), ("kv_size", "hidden"), ("kv_size", "hidden")))
 MAPPINGS: list[WeightMapping] = [
-    Copy("norm", ("hf",), ("hidden",)),
-    VocabParallel("embedding", ("hf",)),
-    RowParallel("proj", ("hf",), ("hidden", "q_size")),
-    GatedMLP("fc1", ("gate", "up"), "ffn"),
-    QKV("qkv", ("q", "k", "v")),
-    QKV("qkv", ("q", "k", "v"), bias=True),
+    Copy("norm", ("hf",), (("hidden",),)),
+    EMBEDDING,
+    RowParallel("proj", ("hf",), (("hidden", "q_size"),)),
+    GATED,
+    Q_K_V,
+    QKV("qkv", ("q", "k", "v"), (("q_size",), ("kv_size",), ("kv_size",))),
 ]
 
 
@@ -48,24 +50,23 @@ def test_qkv_rows_are_grouped_by_kv_head() -> None:
     for tensor, base in ((q, 10), (k, 20), (v, 30)):
         tensor += base + torch.arange(len(tensor))[:, None]
     sources = [tensor.reshape(-1, 1).expand(-1, SIZES.hidden) for tensor in (q, k, v)]
-    shard = QKV("qkv", ("q", "k", "v")).shard(sources, SIZES, 1, 2)
+    shard = Q_K_V.shard(sources, SIZES, 1, 2)
     assert shard[::5, 0].tolist() == [12, 13, 21, 31]
 
 
 def test_a_rank_holds_its_chunk_of_gate_above_its_chunk_of_up() -> None:
     gate, up = torch.arange(12.0), 100 + torch.arange(12.0)
-    shard = GatedMLP("fc1", ("gate", "up"), "ffn").shard([gate, up], SIZES, 1, 2)
+    shard = GATED.shard([gate, up], SIZES, 1, 2)
     assert shard.tolist() == [*range(6, 12), *range(106, 112)]
 
 
 def test_padding_rows_of_the_vocabulary_are_zero_and_never_exported() -> None:
-    mapping = VocabParallel("embedding", ("hf",))
-    whole = _numbered(mapping)
-    shards = [mapping.shard(whole, SIZES, rank, 4) for rank in range(4)]  # 13 rows, padded to 16
+    whole = _numbered(EMBEDDING)
+    shards = [EMBEDDING.shard(whole, SIZES, rank, 4) for rank in range(4)]  # 13 rows, padded to 16
     assert [len(shard) for shard in shards] == [4, 4, 4, 4]
     assert not shards[3][1:].any()
     shards[3][1:] = 99
-    assert torch.equal(mapping.gather(shards, SIZES)[0], whole[0])
+    assert torch.equal(EMBEDDING.gather(shards, SIZES)[0], whole[0])
 
 
 @pytest.mark.parametrize(

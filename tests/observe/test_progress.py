@@ -4,8 +4,7 @@ import io
 
 import pytest
 
-from megatron_fr.observe.alarms import WINDOW, Alarms
-from megatron_fr.observe.progress import Progress, duration
+from megatron_fr.observe.progress import WINDOW, Alarms, Progress, duration
 
 ROW = {
     "update": 3, "reward/mean": 0.4123, "tools/calls": 1.256, "policy_lag/mean": 1.25,

@@ -139,7 +139,7 @@ def test_an_empty_micro_batch_has_no_action_token_and_valid_routes() -> None:
     for layout in (layout for layouts in LAYOUTS.values() for layout in layouts):
         batch = build_micro_batch([], [], layout=layout, route_shape=SHAPE)
         assert batch.routes is not None
-        assert batch.num_positions > 0
+        assert batch.tokens.shape[1] > 0
         assert not bool(batch.action_mask.any())
         assert bool(batch.routes.given.all())
         assert not bool(batch.routes.counted.any())

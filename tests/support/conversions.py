@@ -14,7 +14,7 @@ from tests.support.parallel_launch import run_ranks
 
 def convert_on_ranks(jobs: list[dict[str, Any]]) -> list[tuple[str, str] | None]:
     """On a rank: each job's conversion to Megatron; kind and words of its error, None where it succeeded."""
-    from megatron_fr.convert.to_megatron import convert_hf_to_megatron
+    from megatron_fr.convert.megatron import convert_hf_to_megatron
 
     answers: list[tuple[str, str] | None] = []
     for job in jobs:

@@ -33,8 +33,7 @@ def check_model(folder: Path, parallel: dict[str, Any], out: Path | None = None)
 
     from megatron_fr.hf.export import hf_tensor_specs, iter_hf_tensors
     from megatron_fr.hf.folder import read_spec
-    from megatron_fr.hf.load import load_hf_weights
-    from megatron_fr.hf.save import save_hf_folder
+    from megatron_fr.hf.model import load_hf_weights, save_hf_folder
     from megatron_fr.runtime.device import resolve_device
     from megatron_fr.trainer import distributed
     from megatron_fr.trainer.model import build_model
@@ -87,7 +86,7 @@ def check_bfloat16(folder: Path, parallel: dict[str, Any]) -> float:
     """Mean error of next-token log-probabilities in bfloat16, against transformers in float32, over real tokens."""
     from megatron_fr.hf.export import hf_tensor_specs, iter_hf_tensors
     from megatron_fr.hf.folder import read_spec
-    from megatron_fr.hf.load import load_hf_weights
+    from megatron_fr.hf.model import load_hf_weights
     from megatron_fr.runtime.device import resolve_device
     from megatron_fr.trainer import distributed
     from megatron_fr.trainer.model import build_model
@@ -171,7 +170,7 @@ def check_gradients(jobs: list[tuple[Path, dict[str, Any], dict[str, Any]]]) -> 
 def _gradients(folder: Path, parallel: dict[str, Any], train: dict[str, Any]) -> dict[str, torch.Tensor]:
     from megatron_fr.hf.export import iter_hf_tensors
     from megatron_fr.hf.folder import read_spec
-    from megatron_fr.hf.load import load_hf_weights
+    from megatron_fr.hf.model import load_hf_weights
     from megatron_fr.runtime.device import resolve_device
     from megatron_fr.trainer import distributed
     from megatron_fr.trainer.model import build_model
@@ -182,9 +181,9 @@ def _gradients(folder: Path, parallel: dict[str, Any], train: dict[str, Any]) ->
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_fr.trainer.head import HeadTask, LogprobHead
     from megatron_fr.trainer.logprob import LogprobSettings
-    from megatron_fr.trainer.optimizer import make_optimizer, wrap_for_training
+    from megatron_fr.trainer.policy import make_optimizer, wrap_for_training
+    from megatron_fr.trainer.step import HeadTask, LogprobHead
 
     spec = read_spec(folder)
     chunks = build_model(spec, config, device)

@@ -72,7 +72,7 @@ def observe_updates(folder: Path, own_routes: Path) -> dict[str, Any]:
         return {n: t.clone() for n, t in policy.hf_tensors() if t is not None}
 
     def parts(trajectories: list[Trajectory]) -> tuple[list[Any], BatchConstants]:
-        advantages, signal = policy.objective.advantages(
+        advantages, signal = step.objective.advantages(
             RewardBatch(torch.tensor([t.reward for t in trajectories]), [t.group_id for t in trajectories])
         )
         assert signal
@@ -92,7 +92,7 @@ def observe_updates(folder: Path, own_routes: Path) -> dict[str, Any]:
     rejected = step.update(*parts(make_batch(*sizes, behavior=-0.01)))
     answer["rejected"] = {"stepped": rejected.stepped, "metrics": rejected.metrics, "weights": weights()}
     answer["own_routes"] = step.update(*parts(decode(own_routes.read_bytes())), check_replay=True).metrics
-    answer["signal_of_equal_rewards"] = policy.objective.advantages(RewardBatch(torch.ones(5), list("abcde")))[1]
+    answer["signal_of_equal_rewards"] = step.objective.advantages(RewardBatch(torch.ones(5), list("abcde")))[1]
     step.skip()
     answer["skipped_weights"] = weights()
 
@@ -101,7 +101,8 @@ def observe_updates(folder: Path, own_routes: Path) -> dict[str, Any]:
     batches, constants = parts(sound)
     for batch, logprobs in zip(batches, step.logprobs(batches), strict=True):
         batch.behavior_logprobs = torch.where(batch.action_mask, logprobs, 0.0)
-    step.forwards = 0
+    forwards: list[Any] = []
+    policy.chunks[0].register_forward_pre_hook(lambda *_: forwards.append(1))
     report = step.update(batches, constants)
     routers = {
         name: float(p.main_grad.abs().max())
@@ -110,7 +111,7 @@ def observe_updates(folder: Path, own_routes: Path) -> dict[str, Any]:
     }
     answer["sound"] = {
         "stepped": report.stepped,
-        "forwards": step.forwards,
+        "forwards": len(forwards),
         "micro_batches": len(batches),
         "metrics": report.metrics,
         "router_gradients": routers,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +16,11 @@ from megatron_fr.checkpoint.store import RunRecord
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import CheckpointError, RequestFailed, SyncError
 from megatron_fr.observe.metrics import METRICS_FILE, read_metrics
-from megatron_fr.trainer.evaluation import Evaluation
-from megatron_fr.trainer.export import WeightExport
+from megatron_fr.trainer.data.loader import Shutdown
+from megatron_fr.trainer.evaluation import run_evaluation
 from megatron_fr.trainer.loop import RunPosition, TrainerLoop
-from megatron_fr.trainer.metrics import recorder
-from megatron_fr.trainer.rescue import run_and_save
-from megatron_fr.trainer.resume import begin_anew, go_on_from
+from megatron_fr.trainer.run import begin_anew, go_on_from, recorder, run_and_save, weight_export
 from megatron_fr.trainer.step import StepReport
-from megatron_fr.trainer.stop import Shutdown
 
 
 @pytest.fixture(autouse=True)
@@ -82,9 +80,9 @@ class Bench:
                 loader=self,  # type: ignore[arg-type]
                 step=SimpleNamespace(update=self.update, skip=None),  # type: ignore[arg-type]
                 sync=self,  # type: ignore[arg-type]
-                evaluation=Evaluation(self, self, enabled=True),  # type: ignore[arg-type]
+                evaluate=partial(run_evaluation, self, self),  # type: ignore[arg-type]
                 checkpoints=self,  # type: ignore[arg-type]
-                export=WeightExport(self.output, lambda folder: self.saved.append(folder.name)),
+                export=weight_export(self.output, lambda folder: self.saved.append(folder.name)),
                 record=record,
             )
             return run_and_save(self.loop)
@@ -208,7 +206,7 @@ def test_a_folder_of_an_earlier_run_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "update-000003").mkdir(parents=True)
     bench = Bench(tmp_path)
     bench.run()
-    bench.loop.export.save(3)
+    bench.loop.export(3)
     assert bench.saved == ["update-000003"]  # written although it was there, and once
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_fr.agents import arithmetic, python_schema
+from megatron_fr.agents import arithmetic, tool_call
 from tools.tiny.model import save, tiny_config
 from tools.tiny.tokenizer import make_tokenizer
 from tools.tiny.warmup import Recipe, warm_up
@@ -96,6 +96,6 @@ def _hash(recipe: Recipe, num_train: int, num_eval: int) -> str:
     """Hash of the numbers and of the code that the result depends on."""
     digest = hashlib.sha256(json.dumps([asdict(recipe), num_train, num_eval], sort_keys=True).encode())
     sources = [Path(__file__).with_name(f"{name}.py") for name in ("model", "tokenizer", "traces", "warmup")]
-    for source in (*sources, Path(arithmetic.__file__), Path(python_schema.__file__)):
+    for source in (*sources, Path(arithmetic.__file__), Path(tool_call.__file__)):
         digest.update(source.read_bytes())
     return digest.hexdigest()

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from megatron_fr.agents.arithmetic import questions
-from megatron_fr.agents.python_schema import PYTHON_TOOL_SCHEMA
+from megatron_fr.agents.tool_call import PYTHON_TOOL_SCHEMA
 from tools.tiny.traces import MODES, trace
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -6,7 +6,7 @@ import random
 from typing import Any, Literal, get_args
 
 from megatron_fr.agents.arithmetic import Question
-from megatron_fr.agents.python_schema import PYTHON_TOOL_NAME
+from megatron_fr.agents.tool_call import PYTHON_TOOL_NAME
 
 Mode = Literal["solve", "guess", "stop_early", "broken_code"]
 MODES: tuple[Mode, ...] = get_args(Mode)

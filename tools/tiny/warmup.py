@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_fr.agents.arithmetic import questions
-from megatron_fr.agents.python_schema import PYTHON_TOOL_SCHEMA
+from megatron_fr.agents.tool_call import PYTHON_TOOL_SCHEMA
 from tools.tiny.traces import MODES, Message, Mode, trace
 
 

@@ -40,10 +40,7 @@ def main() -> None:
 
 
 def _guard(zygote: int, scratch: str) -> NoReturn:
-    """Outlive the zygote: end what its calls left running, and remove its folder.
-
-    The zygote can do neither when it is killed, nor from behind read-only mounts.
-    """
+    """Outlive the zygote, which may be killed: end what its calls left running, and remove its folder."""
 
     def end(*_: object) -> None:
         with contextlib.suppress(ProcessLookupError):  # it ended by itself, as it does when its socket closes

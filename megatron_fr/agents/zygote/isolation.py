@@ -1,7 +1,4 @@
-"""What untrusted code is cut off from: network, other processes, the file system, privileges, resources.
-
-Every measure but the network is taken where the kernel allows it; :func:`enter_namespaces` reports which held.
-"""
+"""Cut untrusted code off from network, other processes, the file system, privileges and resources."""
 
 from __future__ import annotations
 
@@ -26,20 +23,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(number: int) -> None:
-    """Have the kernel send this process a signal when its parent dies."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0))
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every descendant that outlives its own."""
     _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
 
 
 def enter_namespaces() -> set[str]:
-    """Leave the host's network and, after the next fork, its processes; return what was left behind.
-
-    Without privileges a user namespace is entered first; it grants them inside.
-    """
+    """Leave the host's network and, after the next fork, its processes; return what the kernel let it leave."""
     network, everything = os.CLONE_NEWNET, os.CLONE_NEWNET | os.CLONE_NEWPID | os.CLONE_NEWIPC
     privileged = os.geteuid() == 0
     for with_user in (False, True) if privileged else (True,):
@@ -63,10 +55,7 @@ def _unshare(flags: int, *, with_user: bool) -> bool:
 
 
 def freeze_files(scratch: str, megabytes: int) -> bool:
-    """Make every file read-only but a fresh in-memory ``scratch``, and hide ``/proc``; false where that is not allowed.
-
-    Only this process and its children see it so.
-    """
+    """Make all files but in-memory ``scratch`` read-only, and hide ``/proc``; false where that is not allowed."""
     attributes = struct.pack("QQQQ", _MOUNT_ATTR_RDONLY, 0, 0, 0)
     try:
         os.unshare(os.CLONE_NEWNS)
@@ -85,7 +74,6 @@ def _mount_tmpfs(where: str, flags: int, options: str) -> None:
 
 
 def uid_of_slot(slot: int) -> int:
-    """The user id that calls of this slot run as."""
     return _FIRST_UID + slot % NUM_UIDS
 
 
@@ -108,10 +96,7 @@ def limit_resources(seconds: float, memory_mb: int) -> None:
 
 
 def drop_privileges(uid: int) -> None:
-    """Become ``uid`` where this process is root, and give up every capability but that of reading files.
-
-    Reading stays allowed because the interpreter may live in a folder of root's; writing does not.
-    """
+    """Become ``uid`` where this process is root; keep only reading, as root may own the interpreter's folder."""
     keep = 0
     if os.geteuid() == 0:
         _check(_libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0))

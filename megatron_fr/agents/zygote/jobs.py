@@ -18,10 +18,7 @@ _FILENAME = "<tool>"
 
 
 def become_child(output: int, result: int | None, folder: str | None) -> None:
-    """Own session, no standard input, both outputs into one pipe, every other descriptor closed.
-
-    ``result``, when given, ends up as descriptor 3.
-    """
+    """Own session, no input, both outputs into one pipe, ``result`` as descriptor 3, every other one closed."""
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
@@ -79,7 +76,6 @@ def call(function: str, arguments: dict[str, Any]) -> NoReturn:
 
 
 def resolve(function: str) -> Any:
-    """Import ``module:name``; the name may be dotted."""
     module, _, name = function.partition(":")
     target = importlib.import_module(module)
     for part in name.split("."):
@@ -88,7 +84,6 @@ def resolve(function: str) -> Any:
 
 
 def _print_error(error: BaseException) -> None:
-    """The traceback as an interpreter prints it, without this file's frames."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename != _FILENAME:
         frames = frames.tb_next

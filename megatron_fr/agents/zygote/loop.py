@@ -54,7 +54,6 @@ class Job:
             self.dropped += excess
 
     def report(self, status: int) -> dict[str, Any]:
-        """The answer to the request; ``status`` is an exit code, or minus a signal."""
         if self.dropped == 0:
             self.head, self.tail = self.head + self.tail, bytearray()
         head, tail = (part.decode(errors="replace") for part in (self.head, self.tail))
@@ -84,7 +83,6 @@ class Zygote:
                 held.add("files")
 
     def serve(self) -> NoReturn:
-        """Work until the other side hangs up."""
         self.selector.register(self.channel, selectors.EVENT_READ, self._receive)
         self._send({"ready": sorted(self.held)})
         gc.collect()
@@ -132,7 +130,6 @@ class Zygote:
                 self._send({"id": message["id"], "refused": f"the sandbox could not start a process: {error}"})
 
     def _import(self, message: dict[str, Any]) -> None:
-        """Import in this process, so that every later child has the module already."""
         problem = None
         try:
             if not callable(jobs.resolve(message["function"])):
@@ -200,7 +197,6 @@ class Zygote:
             os._exit(_SETUP_FAILED)
 
     def _read(self, job: Job, descriptor: int) -> bool:
-        """Read once; false when there is nothing more to read for now."""
         try:
             chunk = os.read(descriptor, _CHUNK)
         except BlockingIOError:
@@ -221,7 +217,6 @@ class Zygote:
                 kill(job.pid, signal.SIGKILL)
 
     def _finish(self, job: Job) -> None:
-        """The child is gone: collect what it left, answer, clean up."""
         self._kill(job)
         _, status = os.waitpid(job.pid, 0)
         for descriptor in (job.output, job.result):
@@ -242,7 +237,7 @@ class Zygote:
             self._remove(job.folder)
 
     def _remove(self, folder: str) -> None:
-        """Remove a scratch folder; in a process of its own when it is not empty, as it may hold very many files."""
+        """Remove a scratch folder; a process of its own removes a full one, which may take long."""
         with contextlib.suppress(OSError):
             os.rmdir(folder)
             return
@@ -263,7 +258,6 @@ class Zygote:
 
 
 def _make_writable(function: Any, path: str, error: BaseException) -> None:
-    """A folder without permissions stops ``rmtree``: grant them and try once more."""
     parent = os.path.dirname(path)
     os.chmod(parent, 0o700)
     if os.path.isdir(path):

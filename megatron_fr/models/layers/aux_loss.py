@@ -14,19 +14,14 @@ DP x CP, and the parts of sequence-parallel ranks are summed. The factor of :mod
 reach this loss. Under full recomputation only the recomputed forward attaches it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-from megatron.core.transformer.moe.moe_utils import (
-    get_tokens_per_expert_and_token_count,
-    switch_load_balancing_loss_func,
-)
 from megatron.core.transformer.moe.router import TopKRouter
 
 _NAME = "load_balancing_loss"
@@ -43,16 +38,16 @@ class BalancedRouter(TopKRouter):
         with_padding_mask: bool = False,
     ) -> torch.Tensor:
         coefficient = self.get_aux_loss_coeff("aux_loss")
-        chosen, here, tokens = get_tokens_per_expert_and_token_count(
+        chosen, here, tokens = moe_utils.get_tokens_per_expert_and_token_count(
             routing_map, self.tp_cp_group, self.topk, with_padding_mask
         )
-        loss = switch_load_balancing_loss_func(
-            probs=scores_for_aux_loss,
-            tokens_per_expert=chosen,
-            total_num_tokens=torch.as_tensor(tokens).clamp(min=1),
-            topk=self.topk,
-            num_experts=self.config.num_moe_experts,
-            moe_aux_loss_coeff=coefficient,
+        loss = moe_utils.switch_load_balancing_loss_func(
+            scores_for_aux_loss,
+            chosen,
+            torch.as_tensor(tokens).clamp(min=1),
+            self.topk,
+            self.config.num_moe_experts,
+            coefficient,
         )
         attached: torch.Tensor = self.attach_and_log_load_balancing_loss(
             probs, coefficient, loss, _NAME, self.tp_cp_group, valid_token_count=here
@@ -61,14 +56,10 @@ class BalancedRouter(TopKRouter):
 
 
 def router_padding(chunk: Any, padding: torch.Tensor) -> torch.Tensor | None:
-    """Padding that a chunk's routers must leave out of the loss; None where the loss is off.
+    """Padding that the routers of a DDP-wrapped ``chunk`` must leave out of the loss; None where the loss is off.
 
-    Args:
-        chunk: DDP-wrapped model chunk.
-        padding: bool ``[r, c]`` of this rank's tokens, equal on all TP ranks.
-
-    Returns:
-        bool ``[r, c]``, or ``[r, c / TP]`` behind the first pipeline stage, where Megatron-Core does not cut it.
+    ``padding`` is bool ``[r, c]`` of this rank's tokens, equal on all TP ranks. So is the result, but behind the first
+    pipeline stage, where Megatron-Core does not cut it, it is ``[r, c / TP]``.
     """
     if not chunk.config.moe_aux_loss_coeff:
         return None
@@ -86,12 +77,8 @@ def reset_aux_loss() -> None:
 def aux_loss_metrics(config: Any, num_micro_batches: int, device: torch.device) -> dict[str, float]:
     """Reduce ``train/moe_aux_loss`` of the last update: the mean over layers, micro-batches and DP ranks.
 
-    It is a collective. Where the loss is off, it does nothing and there is no such metric.
-
-    Args:
-        config: the model's ``TransformerConfig``.
-        num_micro_batches: number of micro-batches of each DP rank.
-        device: device of the reduction.
+    A collective. Where the loss is off in the model's ``TransformerConfig``, it does nothing and there is no such
+    metric. ``num_micro_batches`` is the number of each DP rank.
     """
     if not config.moe_aux_loss_coeff:
         return {}
@@ -99,9 +86,8 @@ def aux_loss_metrics(config: Any, num_micro_batches: int, device: torch.device) 
     recorded = get_moe_metrics_tracker().metrics.get(_NAME)
     if recorded is not None:  # a pipeline stage may have no MoE layer
         total += recorded.values.double().sum()
-    # TP, CP and DP ranks recorded the part of their tokens, pipeline stages their own layers.
-    dist.all_reduce(total)
+    dist.all_reduce(total)  # TP, CP and DP ranks recorded the part of their tokens, pipeline stages their own layers
     every = config.moe_layer_freq
     layers = sum(every) if isinstance(every, list) else config.num_layers
-    parts = parallel_state.get_data_parallel_world_size() * num_micro_batches * layers
-    return {"train/moe_aux_loss": float(total) / parts}
+    count = parallel_state.get_data_parallel_world_size() * num_micro_batches * layers
+    return {"train/moe_aux_loss": float(total) / count}

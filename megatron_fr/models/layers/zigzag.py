@@ -4,8 +4,6 @@ A sequence of ``P`` positions is cut into ``2 x CP`` equal chunks; rank ``r`` ho
 (zig-zag), so that causal attention costs every rank the same. Megatron-Core and Transformer Engine use this order.
 """
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,7 @@
 """From trajectories to one rank's micro-batches: padded or packed, split over context ranks, with rank-ordered routes.
 
-Position ``t`` of a trajectory processes token ``t`` and predicts token ``t + 1``. The last token is never processed, so
-a trajectory of ``N`` tokens has ``N - 1`` positions, exactly the rows that its routes have.
+Position ``t`` of a trajectory processes token ``t`` and predicts token ``t + 1``. So a trajectory of ``N`` tokens has
+``N - 1`` positions, and its routes as many rows.
 """
 
 from __future__ import annotations
@@ -21,91 +21,51 @@ from megatron_fr.trajectory import Trajectory
 
 @dataclass(frozen=True)
 class RouteShape:
-    """Of the routes that this rank replays: ``columns`` are its MoE layers' places in a trajectory's routes."""
+    """Shape of the routes that this rank replays."""
 
-    columns: tuple[int, ...]
+    columns: tuple[int, ...]  # its MoE layers' places in a trajectory's routes
     top_k: int
     num_experts: int
 
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How one rank sees a micro-batch.
+    """How one rank sees a micro-batch."""
 
-    Attributes:
-        packed: sequences stand one after the other in a single row, instead of one padded row each.
-        sequence_rank, sequence_size: the sequence-parallel part whose routes this tensor-parallel rank needs.
-        context_rank, context_size: the zig-zag part whose tokens this rank holds.
-    """
-
-    packed: bool = False
-    sequence_rank: int = 0
+    packed: bool = False  # sequences stand one after the other in a single row, instead of one padded row each
+    sequence_rank: int = 0  # the sequence-parallel part whose routes this rank needs
     sequence_size: int = 1
-    context_rank: int = 0
+    context_rank: int = 0  # the zig-zag part whose tokens this rank holds
     context_size: int = 1
-
-    @property
-    def sequence_multiple(self) -> int:
-        """What the length of a whole sequence must be a multiple of, for its own sake."""
-        return 2 * self.context_size if self.context_size > 1 else 1
-
-    @property
-    def row_multiple(self) -> int:
-        """What the length of a whole row must be a multiple of: each context part splits over sequence ranks."""
-        if self.context_size == 1:
-            return self.sequence_size
-        return self.context_size * math.lcm(2, self.sequence_size)
 
 
 @dataclass(frozen=True)
 class RowView:
-    """Where the trajectories of a packed micro-batch are: int64 ``[b, W]`` into its tokens, bool ``[b, W]`` which."""
+    """Where the trajectories of a packed micro-batch are."""
 
-    index: torch.Tensor
-    valid: torch.Tensor
-
-    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        """``[1, c]`` to one row a trajectory, ``[b, W]``; slots that are not valid hold the first token's value."""
-        return tokens.reshape(-1)[self.index]
+    index: torch.Tensor  # int64 [b, W] into its tokens, 0 where not valid
+    valid: torch.Tensor  # bool [b, W]
 
 
 @dataclass
 class MicroBatch:
-    """This rank's tokens, ``r`` rows of ``c``, on the trainer's device. Padded: ``r = b`` trajectories; packed: 1.
+    """This rank's tokens, ``r`` rows of ``c``, on the trainer's device. Padded: ``r = b`` trajectories; packed: 1."""
 
-    Attributes:
-        tokens, targets: int64 ``[r, c]``.
-        position_ids: int64 ``[r, c]``, position in the trajectory.
-        padding: bool ``[r, c]``, true where no token of a trajectory is processed.
-        action_mask: bool ``[r, c]``, true where the *target* was sampled by the policy.
-        behavior_logprobs: float32 ``[r, c]`` of the target, 0 elsewhere.
-        versions: int32 ``[r, c]`` of the target.
-        advantages: float32 ``[b]``.
-        routes: for routing replay, or None.
-        packed_seq_params: for the attention, or None when padded.
-        rows: from tokens to trajectories, or None when padded.
-    """
-
-    tokens: torch.Tensor
-    targets: torch.Tensor
-    position_ids: torch.Tensor
-    padding: torch.Tensor
-    action_mask: torch.Tensor
-    behavior_logprobs: torch.Tensor
-    versions: torch.Tensor
-    advantages: torch.Tensor
-    routes: MicroBatchRoutes | None
-    packed_seq_params: PackedSeqParams | None = None
-    rows: RowView | None = None
-
-    @property
-    def num_positions(self) -> int:
-        """``c``."""
-        return self.tokens.shape[1]
+    tokens: torch.Tensor  # int64 [r, c]
+    targets: torch.Tensor  # int64 [r, c]
+    position_ids: torch.Tensor  # int64 [r, c], position in the trajectory
+    padding: torch.Tensor  # bool [r, c], whether no token of a trajectory is processed
+    action_mask: torch.Tensor  # bool [r, c], whether the *target* was sampled by the policy
+    behavior_logprobs: torch.Tensor  # float32 [r, c] of the target, 0 elsewhere
+    versions: torch.Tensor  # int32 [r, c] of the target
+    advantages: torch.Tensor  # float32 [b]
+    routes: MicroBatchRoutes | None  # None without routing replay
+    packed_seq_params: PackedSeqParams | None  # for the attention, None when padded
+    rows: RowView | None  # None when padded
 
     def by_trajectory(self, tokens: torch.Tensor) -> torch.Tensor:
-        """A ``[r, c]`` tensor as ``[b, W]``, one trajectory a row."""
-        return tokens if self.rows is None else self.rows(tokens)
+        """A ``[r, c]`` tensor as ``[b, W]``, one trajectory a row; unused slots hold the first token's value."""
+        return tokens if self.rows is None else tokens.reshape(-1)[self.rows.index]
 
     @property
     def trajectory_mask(self) -> torch.Tensor:
@@ -122,18 +82,16 @@ def build_micro_batch(
     route_shape: RouteShape | None = None,
     device: torch.device | str = "cpu",
 ) -> MicroBatch:
-    """Lay trajectories out as this rank sees them.
+    """Lay trajectories out as this rank sees them; ``route_shape`` is None without routing replay.
 
-    Args:
-        route_shape: replay routes of this shape; None for no replay. A trajectory without routes uses the live router.
-
-    An empty list gives one sequence without action tokens: its loss is 0 and still connected to the graph.
+    An empty list gives one sequence without action tokens: its loss is 0 and still connected to the graph. A trajectory
+    without routes uses the live router.
     """
-    spans, total = _place(trajectories, layout)
-    columns, lengths = _columns(spans, layout)
+    spans = _place(trajectories, layout)
+    parts = [start + zigzag_positions(length, layout.context_rank, layout.context_size) for start, length in spans]
     # Whole micro-batch first, [rows, positions] flattened; each rank then takes its columns.
-    rows = 1 if layout.packed else len(spans)
-    width = rows * total
+    columns = torch.cat(parts).view(1 if layout.packed else len(spans), -1)
+    width = sum(spans[-1])
     tokens, targets, positions = (np.zeros(width, dtype=np.int64) for _ in range(3))
     mask, padding = np.zeros(width, dtype=np.bool_), np.ones(width, dtype=np.bool_)
     behavior = np.zeros(width, dtype=np.float32)
@@ -149,8 +107,15 @@ def build_micro_batch(
         behavior[here] = np.where(t.action_mask[1:], t.behavior_logprobs[1:], 0.0)
         versions[here] = t.versions[1:]
 
+    packed_params = None
+    if layout.packed:
+        # Padding at a sequence's end counts as part of it: causal attention keeps it away from real tokens.
+        bounds = torch.tensor([start for start, _ in spans] + [width], dtype=torch.int32, device=device)
+        longest = max(length for _, length in spans)
+        packed_params = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest)
+
     def local(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array)[columns].view(rows, -1).to(device)
+        return torch.from_numpy(array)[columns].to(device)
 
     return MicroBatch(
         tokens=local(tokens),
@@ -161,58 +126,39 @@ def build_micro_batch(
         behavior_logprobs=local(behavior),
         versions=local(versions),
         advantages=torch.tensor(list(advantages) or [0.0], dtype=torch.float32, device=device),
-        routes=_routes(trajectories, spans, columns, rows, layout, route_shape, device) if route_shape else None,
-        packed_seq_params=_packed_params(spans, device) if layout.packed else None,
-        rows=_row_view(lengths, device) if layout.packed else None,
+        routes=_routes(trajectories, spans, columns, layout, route_shape, device) if route_shape else None,
+        packed_seq_params=packed_params,
+        rows=_row_view([len(part) for part in parts], device) if layout.packed else None,
     )
 
 
-def _place(trajectories: Sequence[Trajectory], layout: BatchLayout) -> tuple[list[tuple[int, int]], int]:
-    """Start and padded length of each sequence in the flattened whole micro-batch, and the length of a row."""
+def _place(trajectories: Sequence[Trajectory], layout: BatchLayout) -> list[tuple[int, int]]:
+    """Start and padded length of each sequence in the flattened whole micro-batch."""
     lengths = [len(t) - 1 for t in trajectories] or [1]
+    # A sequence has two chunks for each context rank, whose part of a row splits over sequence ranks.
+    context, sequence = layout.context_size, layout.sequence_size
+    chunks, row_multiple = (1, sequence) if context == 1 else (2 * context, context * math.lcm(2, sequence))
     if not layout.packed:
-        width = _round_up(max(lengths), layout.row_multiple)
-        return [(row * width, width) for row in range(len(lengths))], width
-    lengths = [_round_up(n, layout.sequence_multiple) for n in lengths]
-    total = _round_up(sum(lengths), layout.row_multiple)
+        width = _round_up(max(lengths), row_multiple)
+        return [(row * width, width) for row in range(len(lengths))]
+    lengths = [_round_up(n, chunks) for n in lengths]
+    total = _round_up(sum(lengths), row_multiple)
     lengths[-1] += total - sum(lengths)
     starts = np.cumsum([0, *lengths[:-1]]).tolist()
-    return list(zip(starts, lengths, strict=True)), total
-
-
-def _columns(spans: Sequence[tuple[int, int]], layout: BatchLayout) -> tuple[torch.Tensor, list[int]]:
-    """Indices of this rank's tokens in the flattened whole micro-batch, and how many of each sequence there are."""
-    parts = [start + zigzag_positions(length, layout.context_rank, layout.context_size) for start, length in spans]
-    return torch.cat(parts), [len(part) for part in parts]
+    return list(zip(starts, lengths, strict=True))
 
 
 def _row_view(lengths: Sequence[int], device: torch.device | str) -> RowView:
     slots = torch.arange(max(lengths))
-    starts = torch.tensor(np.cumsum([0, *lengths[:-1]]))
-    valid = slots[None, :] < torch.tensor(lengths)[:, None]
-    index = torch.where(valid, starts[:, None] + slots[None, :], 0)
+    valid = slots < torch.tensor(lengths)[:, None]
+    index = torch.where(valid, torch.tensor(np.cumsum([0, *lengths[:-1]]))[:, None] + slots, 0)
     return RowView(index.to(device), valid.to(device))
-
-
-def _packed_params(spans: Sequence[tuple[int, int]], device: torch.device | str) -> PackedSeqParams:
-    """Padding at a sequence's end counts as part of it: causal attention keeps it away from real tokens."""
-    bounds = [start for start, _ in spans] + [sum(spans[-1])]
-    cumulative = torch.tensor(bounds, dtype=torch.int32, device=device)
-    longest = max(length for _, length in spans)
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cumulative,
-        cu_seqlens_kv=cumulative,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
 
 
 def _routes(
     trajectories: Sequence[Trajectory],
     spans: Sequence[tuple[int, int]],
     columns: torch.Tensor,
-    rows: int,
     layout: BatchLayout,
     shape: RouteShape,
     device: torch.device | str,
@@ -230,7 +176,7 @@ def _routes(
             experts[here] = torch.from_numpy(t.routed_experts[:, shape.columns]).to(experts.dtype)
             counted[here] = True
     # Routers see tokens sequence-major, and under sequence parallelism a part of the sequence.
-    order = columns.view(rows, -1).T.reshape(-1)
+    order = columns.T.reshape(-1)
     size = len(order) // layout.sequence_size
     mine = order[layout.sequence_rank * size : (layout.sequence_rank + 1) * size]
     return MicroBatchRoutes(experts[mine].to(device), given[mine].to(device), counted[mine].to(device))

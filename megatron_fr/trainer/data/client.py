@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import batched
 from typing import Any
 
 import httpx
@@ -20,7 +24,7 @@ _PROBE_PAUSE_S = 0.5
 
 @dataclass(frozen=True)
 class LeasedItem:
-    """What rank 0 needs to know of a trajectory to assign it; the payload is fetched by its own rank."""
+    """What every rank knows of a trajectory; only its own ranks fetch the payload."""
 
     id: str
     group_id: str
@@ -43,16 +47,15 @@ class Lease:
 
 
 class RolloutClient:
-    """Blocking client; one per trainer rank that talks to the service.
+    """Blocking client of the rollout service at ``url``.
 
-    Args:
-        url: of the rollout service.
-        timeout_s: of one request.
+    A call raises ``RolloutEnded`` with the service's reason when it cannot go on, else ``RequestFailed``.
     """
 
-    def __init__(self, url: str, *, timeout_s: float = 60.0) -> None:
+    def __init__(self, url: str) -> None:
         self.url = url
-        self._http = httpx.Client(base_url=url, timeout=timeout_s, trust_env=False)
+        # Repeats only failed connections: a request that reached the service may have taken effect.
+        self._http = httpx.Client(base_url=url, trust_env=False, transport=httpx.HTTPTransport(retries=2))
 
     def close(self) -> None:
         """Drop the connections."""
@@ -60,27 +63,18 @@ class RolloutClient:
 
     def status(self) -> dict[str, Any]:
         """Counters, version and the engines' addresses."""
-        status: dict[str, Any] = self._call("GET", "/status").json()
-        return status
+        return dict(self._call("GET", "/status").json())
 
     def start(self, version: int) -> None:
-        """The engines hold ``version``: rollouts of a restored run may begin (others run already).
-
-        Raises:
-            RolloutEnded: the service was restored from another version.
-        """
+        """The engines hold ``version``: rollouts of a restored run may begin (others run already)."""
         self._call("POST", "/start", {"version": version})
 
-    def state(self, *, timeout_s: float = 600.0) -> bytes:
+    def state(self) -> bytes:
         """The service's part of a checkpoint, to be given to ``python -m megatron_fr.rollout --restore``."""
-        return self._call("GET", "/state", timeout_s=timeout_s).content
+        return self._call("GET", "/state", timeout_s=600.0).content
 
     def lease(self, version: int, *, wait_s: float = 5.0) -> Lease | None:
-        """The next batch, or None when none was complete within ``wait_s``.
-
-        Raises:
-            RolloutEnded: the service cannot go on; the message is its reason.
-        """
+        """The next batch, or None when none was complete within ``wait_s``."""
         response = self._call("POST", "/lease", {"version": version, "wait_s": wait_s}, timeout_s=wait_s + 60.0)
         if response.status_code == 204:
             return None
@@ -90,75 +84,58 @@ class RolloutClient:
     def fetch(self, ids: Sequence[str]) -> list[Trajectory]:
         """Payloads of leased trajectories, in the order of ``ids``."""
         found: list[Trajectory] = []
-        for start in range(0, len(ids), _IDS_PER_REQUEST):
-            part = ",".join(ids[start : start + _IDS_PER_REQUEST])
-            found += decode(self._call("GET", "/trajectories", params={"ids": part}).content)
+        for part in batched(ids, _IDS_PER_REQUEST):
+            found += decode(self._call("GET", "/trajectories", params={"ids": ",".join(part)}).content)
         return found
 
     def commit(self, batch_id: str, *, version: int, stepped: bool) -> None:
         """The batch is used up, the engines hold ``version``: forget it and open the gate."""
         self._call("POST", "/commit", {"batch_id": batch_id, "version": version, "stepped": stepped})
 
-    def evaluate(self, name: str, *, timeout_s: float = 3600.0) -> dict[str, float]:
+    def evaluate(self, name: str) -> dict[str, float]:
         """Run the held-out evaluation and wait for it."""
-        answer = self._call("POST", "/evaluate", {"name": name}, timeout_s=timeout_s).json()
-        metrics: dict[str, float] = answer["metrics"]
-        return metrics
+        return dict(self._call("POST", "/evaluate", {"name": name}, timeout_s=3600.0).json()["metrics"])
 
     def probe(self, engine: str, *, max_tokens: int, timeout_s: float) -> Trajectory:
-        """A fresh trajectory that ``engine`` generates with the weights it holds now.
-
-        Args:
-            timeout_s: of all attempts together; a probe changes nothing, so that it may be repeated.
-
-        Raises:
-            RequestFailed: every attempt failed; the message carries the last reason.
-            RolloutEnded: the service cannot go on.
-        """
+        """A fresh trajectory of ``engine``, from several attempts that take ``timeout_s`` together."""
         body = {"engine": engine, "max_tokens": max_tokens}
         deadline = time.monotonic() + timeout_s
-        for attempt in range(1, _PROBE_ATTEMPTS + 1):
+        for left in range(_PROBE_ATTEMPTS, 0, -1):
             # An equal part of what is left, pauses included: the last attempt ends at the deadline.
-            share = (deadline - time.monotonic()) / (_PROBE_ATTEMPTS + 1 - attempt)
+            share = (deadline - time.monotonic()) / left
             try:
-                answer = self._call("POST", "/probe", body, timeout_s=max(share, 0.1))
-                return decode(answer.content)[0]
+                return decode(self._call("POST", "/probe", body, timeout_s=max(share, 0.1)).content)[0]
             except RequestFailed as error:
-                if attempt == _PROBE_ATTEMPTS:
-                    raise RequestFailed(f"engine {engine} answered none of {attempt} probes; last: {error}") from error
-            time.sleep(min(_PROBE_PAUSE_S, 0.1 * share))
-        raise AssertionError("unreachable")
+                last = error
+            time.sleep(min(_PROBE_PAUSE_S, 0.1 * share) if left > 1 else 0)
+        raise RequestFailed(f"engine {engine} answered none of {_PROBE_ATTEMPTS} probes; last: {last}") from last
 
     def _call(
-        self,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None = None,
-        *,
-        params: dict[str, str] | None = None,
-        timeout_s: float | None = None,
+        self, method: str, path: str, body: Any = None, *, params: dict[str, str] | None = None, timeout_s: float = 60.0
     ) -> httpx.Response:
-        extra: dict[str, Any] = {} if timeout_s is None else {"timeout": timeout_s}
-        for attempt in range(3):
-            try:
-                response = self._http.request(method, path, json=body, params=params, **extra)
-                break
-            except httpx.ConnectError as error:
-                # A request that never reached the service may be repeated; anything later may have taken effect.
-                if attempt == 2:
-                    raise RolloutEnded(f"rollout service {self.url} is gone: {error}") from error
-                time.sleep(0.2)
-            except httpx.HTTPError as error:
-                raise RequestFailed(f"rollout service {self.url}{path}: {type(error).__name__}: {error}") from error
+        try:
+            response = self._http.request(method, path, json=body, params=params, timeout=timeout_s)
+        except httpx.ConnectError as error:
+            raise RolloutEnded(f"rollout service {self.url} is gone: {error}") from error
+        except httpx.HTTPError as error:
+            raise RequestFailed(f"rollout service {self.url}{path}: {type(error).__name__}: {error}") from error
         if response.status_code >= 400:
-            reason = _reason(response) or f"rollout service {self.url}{path}: HTTP {response.status_code}"
+            reason = f"rollout service {self.url}{path}: HTTP {response.status_code}"
+            with suppress(ValueError):
+                reason = response.json().get("error") or reason
             raise RolloutEnded(reason) if response.status_code == 410 else RequestFailed(reason)
         return response
 
 
-def _reason(response: httpx.Response) -> str | None:
-    try:
-        reason: str | None = response.json().get("error")
-        return reason
-    except ValueError:
-        return None
+def in_thread[T](call: Callable[[], T]) -> Future[T]:
+    """Run ``call`` in a thread that does not keep the process alive."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return answer

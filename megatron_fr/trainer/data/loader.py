@@ -1,9 +1,9 @@
-"""Batches from the rollout service to the ranks: rank 0 leases by metadata, each DP rank fetches its own payloads."""
+"""Batches from the rollout service: rank 0 leases by metadata, each DP rank fetches its own payloads."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,16 @@ from megatron_fr.trainer.data.client import Lease, LeasedItem, RolloutClient
 from megatron_fr.trainer.data.packing import assign_to_ranks, plan_micro_batches
 from megatron_fr.trainer.objective import BatchConstants
 from megatron_fr.trainer.policy import Policy
-from megatron_fr.trainer.stop import Shutdown
 from megatron_fr.trajectory import Trajectory
+
+
+class Shutdown(Exception):
+    """Rank 0 was asked to stop; raised on every rank at the same place."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One update's data on one rank. ``lease`` and ``signal`` are equal on every rank."""
+    """One update's data on one rank; all but ``micro_batches`` is equal on every rank."""
 
     lease: Lease
     constants: BatchConstants
@@ -37,24 +40,13 @@ class Batch:
 
 
 class BatchLoader:
-    """One per rank.
-
-    Args:
-        device: where micro-batches are put.
-        should_stop: asked on rank 0 while a batch is waited for.
-    """
+    """Puts batches on ``device``; one per rank. ``stop`` is true on rank 0 once the run is asked to stop."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        policy: Policy,
-        client: RolloutClient,
-        device: torch.device,
-        should_stop: Callable[[], bool] = lambda: False,
+        self, config: RunConfig, policy: Policy, client: RolloutClient, device: torch.device, stop: object = None
     ) -> None:
-        self._client = client
-        self._should_stop = should_stop
-        self._objective = policy.objective
+        self._client, self._stop = client, stop
+        self._objective = policy.step.objective
         self._plan: dict[str, Any] = {
             "micro_batch_size": config.train.micro_batch_size,
             "max_tokens": config.train.max_tokens_per_micro_batch,
@@ -63,23 +55,16 @@ class BatchLoader:
         self._build: dict[str, Any] = {"route_shape": policy.route_shape, "layout": policy.layout, "device": device}
 
     def start(self, version: int) -> None:
-        """Tell the service that the engines hold ``version``, so that rollouts begin.
-
-        Raises:
-            RolloutEnded: the service was restored from another version.
-        """
+        """See :meth:`RolloutClient.start`; a collective."""
         from_rank_zero(lambda: self._client.start(version))
 
     def lease(self, version: int) -> Batch:
-        """Wait for the next batch and build this rank's part of it.
-
-        Args:
-            version: version of the weights that the batch will update.
+        """Wait for the next batch, which will update ``version``, and build this rank's part; a collective.
 
         Raises:
             Shutdown: rank 0 was asked to stop.
             RolloutEnded: the service cannot go on.
-            UpdateError: an advantage function of the user's own failed; on every rank alike.
+            UpdateError: the user's own advantage function failed.
         """
         started = time.monotonic()
         lease: Lease | None = None
@@ -90,64 +75,50 @@ class BatchLoader:
                 raise Shutdown
         wait_s = time.monotonic() - started
         items = lease.items
-        ranks = parallel_state.get_data_parallel_world_size()
-        shares = assign_to_ranks([i.num_tokens for i in items], ranks)
-        advantages, signal = self._objective.advantages(_reward_batch(items))
         rank = parallel_state.get_data_parallel_rank()
+        shares = assign_to_ranks([i.num_tokens for i in items], parallel_state.get_data_parallel_world_size())
+        advantages, signal = self._objective.advantages(_reward_batch(items))
         mine = shares[rank]
         trajectories = self._fetch([items[i].id for i in mine])
         parts = plan_micro_batches([[items[i].num_tokens for i in share] for share in shares], rank, **self._plan)
-        micro_batches = [
-            build_micro_batch([trajectories[k] for k in part], [advantages[mine[k]] for k in part], **self._build)
-            for part in parts
-        ]
         return Batch(
             lease=lease,
             constants=BatchConstants(len(items), sum(i.num_action_tokens for i in items)),
             signal=signal,
-            micro_batches=micro_batches,
+            micro_batches=[
+                build_micro_batch([trajectories[k] for k in part], [advantages[mine[k]] for k in part], **self._build)
+                for part in parts
+            ],
             num_tokens=sum(i.num_tokens for i in items),
             wait_s=wait_s,
         )
 
     def commit(self, batch: Batch, *, version: int, stepped: bool) -> None:
-        """Tell the service that the batch is used up and that the engines hold ``version``.
-
-        Raises:
-            RolloutEnded: the service cannot go on.
-        """
+        """See :meth:`RolloutClient.commit`; a collective."""
         from_rank_zero(lambda: self._client.commit(batch.lease.batch_id, version=version, stepped=stepped))
 
     def probe_batch(self, trajectory: Trajectory) -> list[MicroBatch]:
-        """A single trajectory as the micro-batches of a forward without training, the same on every DP rank.
-
-        More than one only where an interleaved pipeline needs it; the others hold no action token.
-        """
+        """Lay one trajectory out, the same on every DP rank; an interleaved pipeline gets more, empty micro-batches."""
         empty = [build_micro_batch([], [], **self._build) for _ in range(self._plan["multiple_of"] - 1)]
         return [build_micro_batch([trajectory], [0.0], **self._build), *empty]
 
     def _attempt(self, version: int) -> tuple[bool, Lease | None]:
-        """Whether to stop, and the lease if there was a full batch within a second."""
-        return (True, None) if self._should_stop() else (False, self._client.lease(version, wait_s=1.0))
+        return (True, None) if self._stop else (False, self._client.lease(version, wait_s=1.0))
 
     def _fetch(self, ids: list[str]) -> list[Trajectory]:
-        """The first rank of each model-parallel group asks the service, the others get its copy.
-
-        Raises:
-            RolloutEnded: a group got none; raised on every rank, so that all of them can save together.
-        """
+        """The first rank of each model-parallel group asks for all; where one fails, every rank raises RolloutEnded."""
         source = parallel_state.get_model_parallel_src_rank()
         group = parallel_state.get_model_parallel_group(check_initialized=False)
         trajectories: list[Trajectory] = []
-        failure: str | None = None
+        failure = ""
         try:
             trajectories = from_source(lambda: self._client.fetch(ids), source, group)
         except MegatronFRError as error:
             failure = str(error)
-        reasons: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(reasons, failure)
-        if any(reasons):
-            raise RolloutEnded(next(reason for reason in reasons if reason))
+        failures = [""] * dist.get_world_size()
+        dist.all_gather_object(failures, failure)
+        if reason := next(filter(None, failures), None):
+            raise RolloutEnded(reason)
         return trajectories
 
 

@@ -8,43 +8,26 @@ import numpy as np
 
 
 def assign_to_ranks(num_tokens: Sequence[int], ranks: int) -> list[list[int]]:
-    """Split trajectories over data-parallel ranks: counts differ by one at most, token loads are balanced.
+    """Split indices of trajectories over data-parallel ranks: counts differ by one at most, token loads are balanced.
 
     Longest first, each to the least loaded rank that still has room (greedy number partitioning).
-
-    Returns:
-        for each rank the indices into ``num_tokens``.
     """
-    total = len(num_tokens)
-    floor, extra = divmod(total, ranks)
+    floor, extra = divmod(len(num_tokens), ranks)
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    for index in sorted(range(total), key=lambda i: (-num_tokens[i], i)):
-        full_ranks = sum(len(share) > floor for share in shares)
-        open_ranks = [
-            r for r in range(ranks) if len(shares[r]) < floor or (len(shares[r]) == floor and full_ranks < extra)
-        ]
-        rank = min(open_ranks, key=lambda r: (loads[r], r))
+    for index in _longest_first(num_tokens):
+        room = floor + (sum(len(share) > floor for share in shares) < extra)
+        rank = min((r for r in range(ranks) if len(shares[r]) < room), key=lambda r: (loads[r], r))
         shares[rank].append(index)
         loads[rank] += num_tokens[index]
     return shares
-
-
-def split_micro_batches(num_tokens: Sequence[int], count: int) -> list[list[int]]:
-    """Split a rank's trajectories into exactly ``count`` micro-batches of near-equal size, similar lengths together.
-
-    Every rank has to run the same number of micro-batches, since expert parallelism communicates in each; with fewer
-    trajectories than micro-batches some are empty.
-    """
-    order = sorted(range(len(num_tokens)), key=lambda i: (num_tokens[i], i))
-    return [[int(i) for i in part] for part in np.array_split(np.array(order, dtype=np.int64), count)]
 
 
 def pack_micro_batches(num_tokens: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Fill micro-batches up to ``max_tokens`` (first fit, longest first). A longer trajectory gets one of its own."""
     bins: list[list[int]] = []
     room: list[int] = []
-    for index in sorted(range(len(num_tokens)), key=lambda i: (-num_tokens[i], i)):
+    for index in _longest_first(num_tokens):
         fitting = next((b for b, left in enumerate(room) if left >= num_tokens[index]), None)
         if fitting is None:
             bins.append([])
@@ -63,24 +46,23 @@ def plan_micro_batches(
     max_tokens: int | None,
     multiple_of: int = 1,
 ) -> list[list[int]]:
-    """The micro-batches of one data-parallel rank; every rank gets the same number of them.
+    """The micro-batches of one data-parallel rank, as indices into ``num_tokens[rank]``; some may be empty.
 
-    Args:
-        num_tokens: of every rank's share.
-        rank: whose plan.
-        micro_batch_size: trajectories in each, where ``max_tokens`` is None.
-        max_tokens: in each, padding not counted.
-        multiple_of: of the number of micro-batches; interleaved pipelines need one.
-
-    Returns:
-        indices into ``num_tokens[rank]``; some micro-batches may be empty.
+    Every rank gets the same number of them, a multiple of ``multiple_of``, since expert parallelism communicates in
+    each. They have ``micro_batch_size`` trajectories, or with ``max_tokens`` at most so many tokens without padding.
+    ``num_tokens`` is of every rank's share.
     """
     if max_tokens is None:
-        count = -(-max(len(share) for share in num_tokens) // micro_batch_size)
+        count = -(-max(map(len, num_tokens)) // micro_batch_size)
     else:
-        count = max(len(pack_micro_batches(share, max_tokens)) for share in num_tokens)
+        packed = [pack_micro_batches(share, max_tokens) for share in num_tokens]
+        count = max(map(len, packed))
     count = -(-count // multiple_of) * multiple_of
-    if max_tokens is None:
-        return split_micro_batches(num_tokens[rank], count)
-    packed = pack_micro_batches(num_tokens[rank], max_tokens)
-    return packed + [[] for _ in range(count - len(packed))]
+    if max_tokens is None:  # similar lengths together
+        order = np.argsort(num_tokens[rank], kind="stable")
+        return [part.tolist() for part in np.array_split(order, count)]
+    return packed[rank] + [[] for _ in range(count - len(packed[rank]))]
+
+
+def _longest_first(num_tokens: Sequence[int]) -> list[int]:
+    return sorted(range(len(num_tokens)), key=lambda i: (-num_tokens[i], i))
