@@ -48,7 +48,7 @@ class EngineCalls:
             answer = None
         # SGLang also says "success: false" with status 200.
         if response.status_code != 200 or (isinstance(answer, dict) and answer.get("success") is False):
-            reason = answer.get("message") if isinstance(answer, dict) else response.text
-            text = re.sub(r"\s+", " ", str(reason))[:500]
+            said = answer.get("message") if isinstance(answer, dict) else response.text
+            text = re.sub(r"\s+", " ", str(said))[:500]
             raise SyncError(f"engine {url}{path}: HTTP {response.status_code}: {text}")
         return answer
