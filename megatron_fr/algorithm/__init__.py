@@ -1,6 +1,6 @@
 """The method in pure torch: advantages, trust region, losses. Imports nothing else of this package."""
 
-from megatron_fr.algorithm.advantage import RewardBatch, compute_advantages, has_signal
+from megatron_fr.algorithm.advantage import RewardBatch, batch_mean_advantages, compute_advantages, has_signal
 from megatron_fr.algorithm.failure_filter import failure_token_mask
 from megatron_fr.algorithm.grpo import grpo_loss
 from megatron_fr.algorithm.loss import flash_reinforce_loss
@@ -11,6 +11,7 @@ __all__ = [
     "LossInput",
     "LossStats",
     "RewardBatch",
+    "batch_mean_advantages",
     "compute_advantages",
     "failure_token_mask",
     "flash_reinforce_loss",

@@ -61,6 +61,11 @@ def compute_advantages(advantage: str | AdvantageFn, batch: RewardBatch) -> Tens
     return ADVANTAGES[advantage](RewardBatch(rewards.double(), batch.group_ids)).to(rewards.dtype)
 
 
+def batch_mean_advantages(rewards: Tensor) -> Tensor:
+    """``A_i = R_i - mean_j R_j`` of rewards float ``[B]``, all data-parallel ranks' (One-Batch REINFORCE)."""
+    return compute_advantages("batch_mean", RewardBatch(rewards))
+
+
 def has_signal(rewards: Tensor, group_ids: Sequence[Hashable] | None = None) -> bool:
     """Whether rewards differ; with ``group_ids``, whether they differ within some group."""
     _check_rewards(rewards)

@@ -5,7 +5,7 @@ import statistics
 import pytest
 import torch
 
-from megatron_fr.algorithm import RewardBatch, compute_advantages, has_signal
+from megatron_fr.algorithm import RewardBatch, batch_mean_advantages, compute_advantages, has_signal
 from megatron_fr.algorithm.advantage import GROUP_STD_EPS
 
 
@@ -17,7 +17,7 @@ REWARDS = torch.tensor([1.0, 0.0, 0.25, 0.75, 0.0, 1.0], dtype=torch.float64)
 
 
 def test_two_successes_in_five_get_plus_0_6_and_the_failures_minus_0_4():
-    advantages = advantages_of("batch_mean", torch.tensor([1.0, 0, 0, 1.0, 0], dtype=torch.float64))
+    advantages = batch_mean_advantages(torch.tensor([1.0, 0, 0, 1.0, 0], dtype=torch.float64))
     assert advantages.tolist() == pytest.approx([0.6, -0.4, -0.4, 0.6, -0.4], abs=1e-15)
 
 

@@ -85,7 +85,7 @@ def test_a_failed_probe_may_be_repeated_unless_the_run_cannot_go_on(died: bool) 
                 body = {"engine": client.url, "max_tokens": 2}
                 async with http.post(url + "/probe", json=body) as response:
                     assert response.status == 502
-                    assert f"engine {client.url}/generate: the answer is no JSON" in (await response.json())["error"]
+                    assert f"engine {client.url}/generate: unusable answer: no JSON" in (await response.json())["error"]
                 if died:
                     failure.set_result(RolloutEnded("engine 0 died"))
                 async with http.post(url + "/probe", json=body) as response:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_fr.checkpoint.store import RunRecord
+from megatron_fr.checkpoint.store import RunRecord, complete
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import CheckpointError, RequestFailed, SyncError
 from megatron_fr.observe.metrics import METRICS_FILE, read_metrics
@@ -118,14 +118,13 @@ class Bench:
             time.sleep(self.evaluate_s)
         return {"reward/mean": 0.5}
 
-    def poll(self) -> None:
-        pass
-
     def begin(self, **_: Any) -> None:
         if self.begin_error is not None:
             raise self.begin_error
 
-    def finish(self) -> None:
+    def finish(self, *, wait: bool = True) -> None:
+        if not wait:
+            return
         self.finished_at.append(self.position.update)
         if self.finish_error is not None:
             raise self.finish_error
@@ -193,8 +192,8 @@ def test_a_checkpoint_of_another_update_than_the_service_is_not_even_loaded(tmp_
     loaded: list[Path] = []
     checkpoints: Any = SimpleNamespace(load=loaded.append, set_newer_aside=lambda: None)
     folder = tmp_path / "training_state" / "update-000004"
-    folder.mkdir(parents=True)
-    RunRecord(update=4, version=3).write(folder)
+    folder.with_suffix(".tmp").mkdir(parents=True)
+    complete(folder.with_suffix(".tmp"), RunRecord(update=4, version=3))
     with pytest.raises(CheckpointError, match="is of update 4, version 3; the rollout service stands at update 3"):
         go_on_from(folder, service(3, 3), checkpoints)
     assert not loaded
