@@ -65,8 +65,8 @@ class WeightSync:
         report = self._publish(version, passes=2 if first and self._config.sync.verify else 1)
         metrics = {"sync/verify_s": report.verify_s, "sync/bytes": float(report.num_bytes)}
         metrics["sync/seconds"] = time.monotonic() - started
-        engine = self._engines[self._pushes % len(self._engines)]
         if self._config.sync.probe_tokens:
+            engine = self._engines[self._pushes % len(self._engines)]
             self._probe = (engine, version, self._ask(engine))
         self._pushes += 1
         return metrics | self.finish_probe() if first else metrics
