@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_fr.observe.catalogue import find_metric
 from tests.support.train_command import alive, arguments, finish, interrupt, running, tree, wait_for
 
 REWARD = "reward.function=tests.support.varied_reward:by_length"
@@ -43,6 +44,8 @@ def test_a_run_trains_syncs_and_leaves_what_it_promises(
     assert status == 0, text
     found = rows(output)
     assert [row["update"] for row in found] == [0, 1, 2, 3]
+    assert found[0]["sync/verify_s"] > 0  # the first sync checks every parameter of every engine
+    assert all(find_metric(metric) for row in found for metric in row)
     trained = [row for row in found if row.get("train/stepped")]
     assert trained, text
     assert found[-1]["version"] == len(trained)
@@ -55,7 +58,7 @@ def test_a_run_trains_syncs_and_leaves_what_it_promises(
         assert row["policy/route_agreement"] > (0.99 if row["policy_lag/max"] == 0 else 0.7)
         assert row["sync/bytes"] > 1e6
         assert 0 <= row["policy_lag/max"] <= (0 if name.startswith("grpo") else 4)
-        assert row["sync/verify_s"] > 0  # every parameter of every engine was compared
+        assert (row["sync/verify_s"] > 0) == (name == "tp2")  # two engines are compared at every sync
     for promised in ("metrics.jsonl", "tensorboard", "run.png", "config.yaml", "logs"):
         assert (output / promised).exists(), promised
     folder = Path(text.split("model: ")[-1].split("\n")[0]) if "model: " in text else newest_model(output)
