@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Lint, formatting, import contracts, types and tests, in three tiers. Arguments after the tier go to pytest.
 #
-#   tests/run.sh --fast      under 2 minutes: no engines, no trainer ranks, no whole runs
-#   tests/run.sh             at most 15 minutes: also engines, layouts and the main job
+#   tests/run.sh --fast      about 2 minutes: no engines, no trainer ranks, no whole runs
+#   tests/run.sh             about 20 minutes: also engines, layouts and the main job
 #   tests/run.sh --all       everything, as continuous integration runs it: a skipped test fails
 #
 # Without further arguments the tests run in two processes: engines and the main job in one, the rest beside it.
