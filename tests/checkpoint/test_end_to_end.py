@@ -29,7 +29,7 @@ from megatron_fr.rollout.state import read_state
 from megatron_fr.runtime.spawn import tied_to_us
 from tools.tiny import make_untrained
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 

@@ -67,7 +67,7 @@ def balance(cases: dict[str, Case]) -> Balance:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", BALANCED)
+@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.exhaustive) if n == 4 else n for n in BALANCED])
 def test_the_loss_adds_its_gradient_and_nothing_else(
     answers: Answers, one_process: dict[str, Update], balance: Balance, world: int
 ) -> None:

@@ -191,6 +191,7 @@ def test_sampling_in_a_batch_gives_each_conversation_its_own_continuation(tmp_pa
     assert asyncio.run(stopped()) == alone[0][: alone[0].index(stop) + 1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_warmed_up_policy_solves_two_fifths_and_copies_numbers_nearly_perfectly() -> None:
     out = make_tiny_model(cached_folder())  # the one that launch/local.sh trains
