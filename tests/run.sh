@@ -2,7 +2,7 @@
 # Lint, formatting, import contracts, types and tests, in three tiers. Arguments after the tier go to pytest.
 #
 #   tests/run.sh --fast      about 2 minutes: no engines, no trainer ranks, no whole runs
-#   tests/run.sh             about 20 minutes: also engines, layouts and the main job
+#   tests/run.sh             about 15 minutes: also engines, layouts and the main job
 #   tests/run.sh --all       everything, as continuous integration runs it: a skipped test fails
 #
 # Without further arguments the tests run in two processes: engines and the main job in one, the rest beside it.
@@ -59,6 +59,7 @@ else
     for folder in agents algorithm checkpoint convert data hf observe parallel pitfalls plan tools trainer weight_sync; do
       [[ ! -d tests/$folder ]] || beside+=("tests/$folder")
     done
+    beside+=(tests/extending tests/test_doctor.py)
     "$python" -m pytest "${tests[@]}" "${beside[@]}" >"$log" 2>&1 &
     second=$!
   fi
