@@ -143,6 +143,9 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         box: torch.Tensor = self.state_dict[index.fqn].boxes[index.offset]
         return box
 
+    def load_bytes(self, read_item: Any, value: Any) -> None:  # torch's would run what a foreign folder names
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
 
 class _Writer(dcp.FileSystemWriter):
     def write_data(self, plan: Any, planner: Any) -> Any:

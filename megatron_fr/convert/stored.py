@@ -6,7 +6,6 @@ all layers (``decoder.layers.self_attention.linear_qkv.weight``, Megatron's nami
 of one tensor (``...mlp.experts.experts.linear_fc1.weight``).
 """
 
-import pickle
 import re
 from collections.abc import Iterator
 from itertools import groupby
@@ -53,16 +52,14 @@ class StoredTensors:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self._reader = folder, CheckedReader(folder)
         try:
-            with (folder / ".metadata").open("rb") as file:
-                metadata = _Unpickler(file).load()
+            metadata = self._reader.read_metadata()
             self._files: dict[MetadataIndex, Any] = metadata.storage_data
             found = metadata.state_dict_metadata.items()
             self.tensors = {key: entry for key, entry in found if isinstance(entry, TensorStorageMetadata)}
         except Exception as error:  # unpickling damaged bytes raises whatever it meets
             raise ModelError(f"{folder / '.metadata'} is damaged: {error}; use another checkpoint") from error
-        self._reader = CheckedReader(folder)
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         for index, info in self._files.items():
             path, end = folder / info.relative_path, info.offset + info.length
@@ -102,29 +99,6 @@ class _OneTensor(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         return self.block
-
-
-#: What the metadata of a checkpoint consists of, by module.
-_KNOWN = {
-    "torch": ["Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))],
-    "torch.serialization": ["_get_layout"],
-    "pathlib": ["Path", "PosixPath"],
-    "torch.distributed.checkpoint.metadata": [
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-        *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-    ],
-    "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
-    "torch.distributed.checkpoint.planner": ["SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"],
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    """Loads a checkpoint's metadata and calls nothing else: a pickle may name any function of any module."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in _KNOWN.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
-        return super().find_class(module, name)
 
 
 def read_parameters(stored: StoredTensors, model: ModelSpec) -> Iterator[tuple[MappedParameter, torch.Tensor]]:

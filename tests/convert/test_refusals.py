@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_fr.checkpoint.reader import CheckedReader
 from megatron_fr.convert import megatron
 from megatron_fr.convert.megatron import convert_hf_to_megatron, convert_megatron_to_hf
 from megatron_fr.convert.stored import StoredTensors
@@ -170,6 +171,13 @@ def test_a_damaged_model_folder_is_refused(pristine: tuple[Path, Path], tmp_path
     spoil, match = HF_DAMAGE[damage]
     spoil(source)
     check_refused(lambda target: convert_hf_to_megatron(source, target, overwrite=True), match, tmp_path)
+
+
+def test_a_run_that_reads_a_checkpoint_from_elsewhere_calls_nothing_that_it_names(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Harmful()))
+    with pytest.raises(pickle.UnpicklingError, match=r"it names posix\.mkdir, which no checkpoint needs"):
+        CheckedReader(tmp_path).read_metadata()
+    assert not Path("harm").exists()
 
 
 @pytest.mark.parametrize("damage", MEGATRON_DAMAGE)
