@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Glm4MoeConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import Glm4MoeConfig, Qwen2Config
 
 from megatron_fr.errors import ModelError
 from megatron_fr.hf.export import hf_tensor_specs
 from megatron_fr.models.mappings import QKV, Copy, GatedMLP, RowParallel, Sizes, VocabParallel, WeightMapping
 from megatron_fr.models.registry import FAMILIES, model_spec
+from tests.support.published import CONFIGS, COUNTS
 
 SIZES = Sizes(layers=2, hidden=6, heads=4, kv_heads=2, head_dim=5, ffn=12, vocab=13, experts=8, moe_ffn=10, top_k=2)
 GATED = GatedMLP("fc1", ("gate", "up"), (("ffn", "hidden"),) * 2)
@@ -69,56 +70,10 @@ def test_padding_rows_of_the_vocabulary_are_zero_and_never_exported() -> None:
     assert torch.equal(EMBEDDING.gather(shards, SIZES)[0], whole[0])
 
 
-@pytest.mark.parametrize(
-    ("config", "parameters"),
-    [  # the published parameter counts
-        (
-            Qwen3MoeConfig(
-                architectures=["Qwen3MoeForCausalLM"],
-                vocab_size=151936,
-                hidden_size=2048,
-                intermediate_size=6144,
-                num_hidden_layers=48,
-                num_attention_heads=32,
-                num_key_value_heads=4,
-                head_dim=128,
-                moe_intermediate_size=768,
-                num_experts=128,
-                num_experts_per_tok=8,
-            ),
-            30_532_122_624,
-        ),
-        (
-            Qwen2Config(
-                architectures=["Qwen2ForCausalLM"],
-                vocab_size=152064,
-                hidden_size=3584,
-                intermediate_size=18944,
-                num_hidden_layers=28,
-                num_attention_heads=28,
-                num_key_value_heads=4,
-            ),
-            7_615_616_512,
-        ),
-        (
-            Qwen2Config(
-                architectures=["Qwen2ForCausalLM"],
-                vocab_size=151936,
-                hidden_size=1536,
-                intermediate_size=8960,
-                num_hidden_layers=28,
-                num_attention_heads=12,
-                num_key_value_heads=2,
-                tie_word_embeddings=True,
-            ),
-            1_543_714_304,
-        ),
-    ],
-    ids=["Qwen3-30B-A3B", "Qwen2.5-7B", "Qwen2.5-1.5B"],
-)
-def test_tensor_specs_have_the_published_number_of_parameters(config: object, parameters: int) -> None:
-    specs = hf_tensor_specs(model_spec(config), torch.bfloat16)
-    assert sum(spec.num_bytes for spec in specs) == 2 * parameters
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Qwen2.5-7B-Instruct", "Qwen2.5-Math-1.5B"])
+def test_tensor_specs_have_the_published_number_of_parameters(name: str) -> None:
+    specs = hf_tensor_specs(model_spec(CONFIGS[name]), torch.bfloat16)
+    assert sum(spec.num_bytes for spec in specs) == 2 * COUNTS[name]
     assert len({spec.name for spec in specs}) == len(specs)
 
 
