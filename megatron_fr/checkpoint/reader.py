@@ -1,4 +1,4 @@
-"""A reader of torch_dist checkpoints: it notices changed bytes, and runs no code of theirs. Imports no Megatron-Core."""
+"""A reader of torch_dist checkpoints that notices changed bytes and runs no code of theirs; without Megatron-Core."""
 
 from __future__ import annotations
 
