@@ -27,6 +27,7 @@ from megatron_fr.convert.calibration import read_calibration
 from megatron_fr.observe.metrics import read_metrics
 from megatron_fr.rollout.state import read_state
 from megatron_fr.runtime.spawn import tied_to_us
+from tests.support.processes import command_of
 from tools.tiny import make_untrained
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
@@ -74,9 +75,7 @@ def test_a_killed_trainer_goes_on_with_the_same_command_and_the_engines_get_its_
                     time.sleep(0.02)
 
             until(lambda: len(all_checkpoints(output)) > 0)
-            (trainer,) = [
-                p for p in psutil.Process(first.pid).children() if "megatron_fr.trainer" in " ".join(p.cmdline())
-            ]
+            (trainer,) = [p for p in psutil.Process(first.pid).children() if "megatron_fr.trainer" in command_of(p)]
             until(lambda: hold_up(trainer) and some_wait(output))
             trainer.send_signal(signal.SIGKILL)
             assert first.wait(60) == 1

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_fr.observe.catalogue import find_metric
-from tests.support.train_command import alive, arguments, finish, interrupt, running, tree, wait_for
+from tests.support.processes import command_of, family_of, wait_gone
+from tests.support.train_command import arguments, finish, interrupt, running, wait_for
 
 REWARD = "reward.function=tests.support.varied_reward:by_length"
 ONE = ("rollout.engines=1",)  # where a second one would add nothing
@@ -88,16 +89,15 @@ def test_ctrl_c_ends_every_process_within_ten_seconds_and_leaves_a_model(policy:
     output, log = tmp_path / "run", tmp_path / "log"
     with running(command(policy, output, "train.num_updates=1000"), log) as process:
         wait_for("update    2/1000", log, process)
-        family = tree(process.pid)
+        family = family_of(process.pid)
         assert len(family) > 4  # service, engine, its scheduler, trainer
         started = time.monotonic()
         interrupt(process)
         # What holds memory and devices goes first; the command itself then draws the closing report.
-        while alive(family[1:]) and time.monotonic() - started < 20:
-            time.sleep(0.05)
+        wait_gone(family[1:], 20)
         took = time.monotonic() - started
         assert process.wait(20) == 130, log.read_text()
-        assert alive(family) == []
+        assert not wait_gone(family, 0)
     assert took < 10, f"took {took:.1f} s"
     assert_loads_and_has_moved(newest_model(output), policy)
 
@@ -107,11 +107,11 @@ def test_an_engine_killed_mid_run_ends_it_with_the_reason_and_keeps_the_weights(
     output, log = tmp_path / "run", tmp_path / "log"
     with running(command(policy, output, "train.num_updates=1000", *ONE), log) as process:
         wait_for("update    3/1000", log, process)
-        family = tree(process.pid)
-        engine = next(p for p in family if "sglang.launch_server" in " ".join(p.cmdline()))
+        family = family_of(process.pid)
+        engine = next(p for p in family if "sglang.launch_server" in command_of(p))
         engine.kill()
         assert process.wait(60) == 1, log.read_text()
-        assert alive(family) == []
+        assert not wait_gone(family, 0)
     text = log.read_text()
     assert "SIGKILL" in text
     assert "saved the weights of update" in text

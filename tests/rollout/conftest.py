@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from megatron_fr.engines.engine import Engine, EngineSpec
 from megatron_fr.trajectory import ModelLimits
+from tests.support.processes import family_of, wait_gone
 from tools.tiny import make_untrained
 
 MAX_CONTEXT = 1024
@@ -63,17 +63,4 @@ def engine(spec: Callable[..., EngineSpec]) -> Iterator[Engine]:
     started = time.monotonic()
     asyncio.run(server.stop())
     assert time.monotonic() - started < 3.5
-    assert not [p for p in family if alive(p)]
-
-
-def family_of(pid: int | None) -> list[psutil.Process]:
-    """A process and all its descendants."""
-    root = psutil.Process(pid)
-    return [root, *root.children(recursive=True)]
-
-
-def alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    assert not wait_gone(family, 0)

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,28 +22,10 @@ from megatron_fr.errors import ConfigError, EngineError
 from megatron_fr.runtime.ports import lease_free_port, lease_port
 from megatron_fr.runtime.spawn import tied_to_us
 from megatron_fr.trajectory import ModelLimits
+from tests.support.processes import alive, family_of, wait_gone
 
 Spec = Callable[..., EngineSpec]
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def family_of(pid: int) -> list[psutil.Process]:
-    root = psutil.Process(pid)
-    return [root, *root.children(recursive=True)]
-
-
-def alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def wait_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    deadline = time.monotonic() + timeout_s
-    while (left := [p for p in processes if alive(p)]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return left
 
 
 def values_of(words: list[str], name: str) -> list[str]:
@@ -143,6 +124,7 @@ def test_an_engine_without_routes_is_found_by_the_probe_and_dies_with_its_owner(
             from megatron_fr.engines.probe import probe_engine
             from tools.tiny.model import VOCAB_SIZE
             from megatron_fr.trajectory import ModelLimits
+from tests.support.processes import alive, family_of, wait_gone
 
             async def main():
                 limits = ModelLimits(vocab_size=VOCAB_SIZE, max_context=1024, num_moe_layers=2, top_k=2, num_experts=8)

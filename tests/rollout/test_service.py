@@ -23,8 +23,8 @@ from megatron_fr.errors import RolloutEnded
 from megatron_fr.runtime.spawn import tied_to_us
 from megatron_fr.trainer.data.client import Lease, RolloutClient
 from megatron_fr.trajectory import ModelLimits, Trajectory
-from tests.rollout.test_engine_lifecycle import family_of, wait_gone
 from tests.support.hf_reference import forward, next_logprobs
+from tests.support.processes import command_of, family_of, wait_gone
 from tools.tiny.model import VOCAB_SIZE
 
 pytestmark = pytest.mark.slow
@@ -260,7 +260,7 @@ def test_a_request_that_makes_no_sense_gets_one_clear_error(
 
 def test_a_killed_engine_ends_the_run_with_its_signal_and_then_the_service_ends_cleanly(service: Service) -> None:
     family = family_of(service.process.pid)
-    servers = [p for p in family if "sglang.launch_server" in " ".join(p.cmdline()) and p.ppid() == service.process.pid]
+    servers = [p for p in family if "sglang.launch_server" in command_of(p) and p.ppid() == service.process.pid]
     (server,) = servers
     server.send_signal(signal.SIGKILL)
     with pytest.raises(RolloutEnded, match=r"engine 0 .*died: signal SIGKILL"):
@@ -278,7 +278,7 @@ def test_a_signal_while_the_engines_start_ends_everything_at_once(config: Path, 
     process = launch(config, tmp_path / "url", tmp_path / "log")
     try:
         deadline = time.monotonic() + 60
-        while not any("launch_server" in " ".join(p.cmdline()) for p in family_of(process.pid)[1:]):
+        while not any("launch_server" in command_of(p) for p in family_of(process.pid)[1:]):
             assert time.monotonic() < deadline
             time.sleep(0.1)
         time.sleep(2.0)  # SGLang is importing, and may have children of its own

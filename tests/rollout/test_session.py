@@ -11,7 +11,6 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-import psutil
 import pytest
 
 from megatron_fr.agents.contract import Outcome
@@ -21,6 +20,7 @@ from megatron_fr.errors import EngineError
 from megatron_fr.rollout.session import EngineSession
 from megatron_fr.trajectory import ModelLimits, Trajectory
 from tests.support.hf_reference import forward, next_logprobs
+from tests.support.processes import family_of
 
 pytestmark = pytest.mark.slow
 
@@ -194,8 +194,7 @@ def test_a_session_may_sample_at_a_temperature_of_its_own(engine: Engine, limits
 
 
 def test_an_engine_without_requests_leaves_the_processor_to_others(engine: Engine) -> None:
-    server = psutil.Process(engine.pid)
-    family = [server, *server.children(recursive=True)]
+    family = family_of(engine.pid)
 
     def used() -> float:
         return sum(time.user + time.system for time in (process.cpu_times() for process in family))

@@ -17,9 +17,9 @@ from megatron_fr.engines.engine import Engine, EngineSpec
 from megatron_fr.errors import SyncError
 from megatron_fr.trajectory import ModelLimits
 from megatron_fr.weight_sync.publisher import WeightPublisher
-from tests.rollout.conftest import family_of
 from tests.rollout.test_session import check, connect, load_weights, post
 from tests.rollout.test_weight_push import go_on, sample, version_of
+from tests.support.processes import family_of
 from tests.support.transports import make_context, weights
 
 pytestmark = pytest.mark.slow

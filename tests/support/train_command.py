@@ -15,6 +15,7 @@ import psutil
 import yaml
 
 from megatron_fr.runtime.spawn import tied_to_us
+from tests.support.processes import family_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "configs" / "tiny_python_tool.yaml"
@@ -45,28 +46,10 @@ def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield process
     finally:
-        for child in tree(process.pid):
+        for child in family_of(process.pid):
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
         process.wait()
-
-
-def tree(pid: int) -> list[psutil.Process]:
-    """A process and all its descendants."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        root = psutil.Process(pid)
-        return [root, *root.children(recursive=True)]
-    return []
-
-
-def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those still running; a zombie is over."""
-    found = []
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
 
 
 def finish(command: list[str], log: Path, *, timeout_s: float = 500) -> tuple[int, str]:
