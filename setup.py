@@ -21,6 +21,7 @@ setup(
         "httpx",
         "megatron-core>=0.19",
         "numpy",
+        "pebble",
         "psutil",
         "pyarrow",
         "pydantic>=2",
