@@ -1,26 +1,29 @@
-"""Calls the user's reward function: in a process of its own, or in the event loop where it is an ``async def``."""
+"""Calls the user's reward function: in worker processes, or in the event loop where it is an ``async def``."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
-import math
+import multiprocessing
+import pickle
+import signal
+import tempfile
 import time
 import traceback
-from collections.abc import Mapping
-from dataclasses import fields
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_fr.agents.contract import Prompt, RewardInput
-from megatron_fr.agents.forkserver import ForkServer
-from megatron_fr.agents.sandbox_results import CallResult
-from megatron_fr.config import RewardConfig
-from megatron_fr.errors import RewardError
-from megatron_fr.runtime.importing import import_object, place_of, refusal, split_path
+from pebble import ProcessExpired, ProcessPool
 
-_FIELD = "reward.function"
-_SCORE, _IS_ASYNC = f"{__name__}:score_in_child", f"{__name__}:is_async"
+from megatron_fr.agents.contract import RewardInput
+from megatron_fr.agents.reward_worker import FIELD, Scored, call, checked, failure, is_async, prepare
+from megatron_fr.config import RewardConfig
+from megatron_fr.errors import ConfigError, RewardError
+from megatron_fr.runtime.importing import import_object, refusal, split_path
+
+_IMPORT_TIMEOUT_S = 60.0
+_LOGGED_CHARS = 4096
 
 
 class FatalRewardError(RewardError):
@@ -30,8 +33,9 @@ class FatalRewardError(RewardError):
 class RewardRunner:
     """Scores finished conversations with ``reward.function``; without one, with what the agent returned.
 
-    A plain function is imported once, in a process that forks a child per call: what a call changes dies with it.
-    An ``async def`` runs in this process's event loop: it may await servers, and must not block.
+    A plain function runs in ``reward.workers`` processes, which import it once and end with this process; one that
+    crashes or takes too long is replaced. An ``async def`` runs in this process's event loop: it may await servers,
+    and must not block.
 
     Args:
         log_path: file to which a failed call's traceback is appended, and what a plain function printed.
@@ -40,7 +44,7 @@ class RewardRunner:
     def __init__(self, config: RewardConfig, log_path: Path | None = None) -> None:
         self._config = config
         self._log_path = log_path
-        self._server = ForkServer(isolate=False)
+        self._pool: ProcessPool | None = None
         self._async_function: Any = None
         self._errors_in_a_row = 0
 
@@ -48,18 +52,20 @@ class RewardRunner:
         """Import the function; ConfigError where it cannot be."""
         if (function := self._config.function) is None:
             return
-        split_path(function, _FIELD)
+        split_path(function, FIELD)
         try:
-            await self._server.start()
-            for path in (_SCORE, function):
-                if (reason := await self._server.preload(path)) is not None:
-                    raise refusal(function, _FIELD, f"cannot be imported: {reason}")
-            if (await self._server.call(_IS_ASYNC, {"function": function}, timeout_s=60)).value:
-                await self._server.stop()
-                self._async_function = import_object(function, _FIELD)
-        except BaseException:
-            await self._server.stop()
+            async with asyncio.timeout(_IMPORT_TIMEOUT_S):
+                awaited = await asyncio.wrap_future(self._workers(function).schedule(is_async, (function,)))
+        except ConfigError:
+            await self.stop()
             raise
+        except Exception as error:
+            await self.stop()
+            reason = "takes over 60 s" if isinstance(error, TimeoutError) else f"ends its process: {error}"
+            raise refusal(function, FIELD, f"cannot be imported: that {reason}") from error
+        if awaited:
+            await self.stop()
+            self._async_function = import_object(function, FIELD)
 
     async def score(self, episode: RewardInput) -> tuple[float, dict[str, float]]:
         """The reward, and the further named parts.
@@ -72,15 +78,11 @@ class RewardRunner:
         if config.function is None or self._async_function is not None:
             result = await self._score_here(episode)
         else:
-            # Not asdict, which would copy every token id.
-            sent = {field.name: getattr(episode, field.name) for field in fields(episode)}
-            sent["prompt"] = vars(episode.prompt)
-            arguments = {"function": config.function, "args": config.args, "episode": sent}
-            result = await self._server.call(_SCORE, arguments, timeout_s=config.timeout_s)
+            result = await self._score_in_worker(episode, config.function)
         self._write_log(episode.prompt.id, result)
         if result.error is None:
             self._errors_in_a_row = 0
-            parts = dict(result.value)
+            parts = dict(result.parts)
             return parts.pop("reward"), parts
         self._errors_in_a_row += 1
         source = f"reward.function={config.function!r}" if config.function else "the agent's reward"
@@ -92,25 +94,54 @@ class RewardRunner:
         raise FatalRewardError(f"{where} failed {count}: {result.error}{hint}")
 
     async def stop(self) -> None:
-        await self._server.stop()
+        """End the workers."""
+        if (pool := self._pool) is not None:
+            self._pool = None
+            pool.stop()
+            await asyncio.to_thread(pool.join)
 
-    async def _score_here(self, episode: RewardInput) -> CallResult:
+    def _workers(self, function: str) -> ProcessPool:
+        if self._pool is None:
+            spawn = multiprocessing.get_context("spawn")  # this process has threads, which a fork would not survive
+            self._pool = ProcessPool(self._config.workers, 0, prepare, (function,), spawn)
+        return self._pool
+
+    async def _score_in_worker(self, episode: RewardInput, function: str) -> Scored:
+        limit = self._config.timeout_s
+        if self._pool is not None and not self._pool.active:  # it breaks when a worker dies that had nothing to do
+            await self.stop()
+        with tempfile.NamedTemporaryFile(prefix="megatron-fr-reward-") as printed:
+            try:
+                # Pickled here: what cannot be is this call's failure, and in the pool's own thread would stop the pool.
+                sent = pickle.dumps((episode, self._config.args))
+                future = self._workers(function).schedule(call, (function, sent, printed.name), timeout=limit)
+                result = await asyncio.wrap_future(future)
+            except TimeoutError:
+                result = Scored({}, f"took longer than {limit:g} s", timed_out=True)
+            except ProcessExpired as error:
+                result = Scored({}, f"its process ended without an answer ({_death(error.exitcode)})")
+            except BrokenProcessPool as error:
+                result = Scored({}, f"its process ended without an answer ({error})")
+            except Exception as error:  # of pickling: whatever an object in the metadata or info raises
+                result = Scored({}, f"its input cannot be sent to a worker: {type(error).__name__}: {error}")
+            output = printed.read(_LOGGED_CHARS).decode(errors="replace")
+        return replace(result, output=output + result.output)
+
+    async def _score_here(self, episode: RewardInput) -> Scored:
         """Await an ``async def``, or take what the agent returned."""
         config, function = self._config, self._async_function
+        if function is None:
+            return checked(episode.reward, "the agent")
         try:
             async with asyncio.timeout(config.timeout_s) as limit:
-                answer = episode.reward if function is None else await function(episode, **config.args)
+                answer = await function(episode, **config.args)
         except Exception as error:  # the function is the user's code
-            reason = f"{type(error).__name__}: {error} ({place_of(error)})"
             if limit.expired():
-                reason = f"took longer than {config.timeout_s:g} s"
-            return CallResult(None, reason, limit.expired(), traceback.format_exc())
-        try:
-            return CallResult(named_parts(answer, config.function or "the agent"), None, False, "")
-        except (TypeError, ValueError) as error:
-            return CallResult(None, f"{type(error).__name__}: {error}", False, "")
+                return Scored({}, f"took longer than {config.timeout_s:g} s", traceback.format_exc(), timed_out=True)
+            return failure(error)
+        return checked(answer, str(config.function))
 
-    def _write_log(self, prompt_id: str, result: CallResult) -> None:
+    def _write_log(self, prompt_id: str, result: Scored) -> None:
         if self._log_path is None or not (result.output or result.error):
             return
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,33 +150,7 @@ class RewardRunner:
             log.write(f"{head}\n{result.output.rstrip()}\n")
 
 
-def is_async(function: str) -> bool:
-    return inspect.iscoroutinefunction(import_object(function, _FIELD))
-
-
-def score_in_child(function: str, args: Mapping[str, Any], episode: dict[str, Any]) -> dict[str, float]:
-    """Call ``module:name`` on the :class:`RewardInput` rebuilt from JSON."""
-    prompt = episode["prompt"] | {"messages": tuple(episode["prompt"]["messages"])}
-    tuples = {name: tuple(episode[name]) for name in ("messages", "token_ids")}
-    given = RewardInput(**{**episode, **tuples, "prompt": Prompt(**prompt)})
-    return named_parts(import_object(function, _FIELD)(given, **args), function)
-
-
-def named_parts(answer: Any, source: str) -> dict[str, float]:
-    """What a reward function or an agent returned, as named parts that hold ``"reward"``.
-
-    Raises:
-        TypeError, ValueError: it is neither a finite float nor a mapping of them.
-    """
-    if answer is None:
-        raise TypeError(f"{source} returned None; return a number, or named parts with 'reward'")
-    parts = dict(answer) if isinstance(answer, Mapping) else {"reward": answer}
-    if "reward" not in parts:
-        raise ValueError(f"{source} returned the parts {sorted(parts)} without 'reward'")
-    if taken := {"mean", "pass"} & parts.keys():
-        raise ValueError(f"{source} returned the parts {sorted(taken)}, metrics of the reward itself; rename them")
-    checked = {str(key): float(value) for key, value in parts.items()}
-    for key, value in checked.items():
-        if not math.isfinite(value):
-            raise ValueError(f"{source} returned {key}={value}")
-    return checked
+def _death(status: int) -> str:
+    if status >= 0:
+        return f"exit status {status}"
+    return f"ended by {signal.Signals(-status).name}"

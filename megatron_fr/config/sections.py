@@ -266,6 +266,7 @@ class RewardConfig(Section):
     function: str | None = Field(None, description="module:function; null: the agent returns the reward")
     args: dict[str, Any] = Field({}, description="keyword arguments for the function")
     timeout_s: float = Field(10.0, gt=0, description="seconds that one call may take")
+    workers: int = Field(4, ge=1, description="processes that run a plain function; an async def has none")
     max_consecutive_errors: int = Field(8, ge=1, description="failing calls in a row that end the run")
 
 

@@ -1,21 +1,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megatron_fr.agents.contract import Prompt, RewardInput
 from megatron_fr.agents.rewards import FatalRewardError, RewardRunner
 from megatron_fr.config import RewardConfig
 from megatron_fr.errors import ConfigError, RewardError
+from tests.support.processes import command_of, family_of, wait_gone
 
 BY_TEXT = "tests.support.reward_functions:by_text"
 
@@ -58,7 +63,7 @@ def test_what_a_call_prints_and_its_traceback_are_in_the_log_with_file_and_line(
     log = tmp_path / "logs" / "reward.log"
     scored(BY_TEXT, work, log=log)
     text = log.read_text()
-    assert "prompt 'p7': ValueError: this is not a number\n" in text
+    assert re.search(r"prompt 'p7': ValueError: this is not a number \(.*reward_functions\.py:\d+\)\n", text)
     assert re.search(r'File ".*reward_functions\.py", line \d+, in by_text\n', text)
     assert text.count("prompt 'p7'") == 1  # a call that prints nothing and succeeds leaves no line
 
@@ -86,9 +91,12 @@ def test_a_plain_number_is_a_reward_without_parts() -> None:
     ("text", "reason"),
     [
         ("raise", "ValueError: this is not a number"),
-        ("die", "exit status 5"),
+        ("die", "ended without an answer .exit status 5"),
+        ("killed", "ended without an answer .ended by SIGKILL"),
+        ("exit", "SystemExit: 3"),
+        ("huge", "returned what is no number: OverflowError: int too large to convert to float"),
         ("nan", "returned reward=nan"),
-        ("none", "TypeError"),
+        ("none", "returned None"),
         ("no reward", "without 'reward'"),
         ("taken name", r"returned the parts \['pass'\], metrics of the reward itself; rename them"),
     ],
@@ -128,9 +136,7 @@ def test_too_many_errors_in_a_row_are_fatal_and_a_success_between_resets_the_cou
     scored(BY_TEXT, work, max_consecutive_errors=3)
 
 
-def test_calls_run_side_by_side_each_in_its_own_process_with_the_runs_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_calls_run_side_by_side_with_the_runs_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_TEST_KEY", "17")
 
     async def work(runner: RewardRunner) -> None:
@@ -138,26 +144,58 @@ def test_calls_run_side_by_side_each_in_its_own_process_with_the_runs_environmen
         slow = await asyncio.gather(*(runner.score(episode("slow")) for _ in range(8)))
         assert [reward for reward, _ in slow] == [0.25] * 8
         assert time.monotonic() - started < 8 * 0.5
-        parts = [(await runner.score(episode("pid")))[1] for _ in range(2)]
-        assert parts[0]["pid"] != parts[1]["pid"]
-        assert parts[0]["key"] == 17
+        assert (await runner.score(episode("pid")))[1]["key"] == 17
 
     scored(BY_TEXT, work)
 
 
-def test_a_killed_reward_process_is_started_again_with_the_function_imported() -> None:
+def test_a_worker_imports_the_function_once_and_is_replaced_when_it_dies_idle() -> None:
     async def work(runner: RewardRunner) -> None:
-        pid = runner._server.pid
-        assert pid is not None
-        hanging = asyncio.create_task(runner.score(episode("hang")))
-        await asyncio.sleep(0.3)
-        os.killpg(pid, signal.SIGKILL)
-        with pytest.raises(RewardError, match="died during this call"):
-            await hanging
-        assert await runner.score(episode("x")) == (1.0, {})
-        assert runner._server.pid != pid
+        first, second = [(await runner.score(episode("pid")))[1] for _ in range(2)]
+        assert (first["pid"], first["calls"]) == (second["pid"], second["calls"] - 1)
+        os.kill(int(first["pid"]), signal.SIGKILL)
+        async with asyncio.timeout(20):
+            while True:
+                with contextlib.suppress(RewardError):
+                    third = (await runner.score(episode("pid")))[1]
+                    break
+        assert third["pid"] != first["pid"]
+        assert third["calls"] == 1
 
-    scored(BY_TEXT, work)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REWARD_TEST_KEY", "1")
+        scored(BY_TEXT, work, workers=1)
+
+
+def test_a_program_that_a_hanging_function_started_ends_with_it() -> None:
+    async def work(runner: RewardRunner) -> None:
+        with pytest.raises(RewardError, match="took longer than 1 s"):
+            await runner.score(episode("program"))
+
+    scored(BY_TEXT, work, timeout_s=1, workers=1)
+    started = [p for p in psutil.process_iter() if command_of(p) == "sleep 600.125"]
+    assert not wait_gone(started, 5)
+
+
+def test_workers_end_with_a_killed_service_even_in_the_middle_of_a_call() -> None:
+    code = (
+        "import asyncio\n"
+        "from tests.agents.test_rewards import BY_TEXT, episode, scored\n"
+        "if __name__ == '__main__':\n"
+        "    scored(BY_TEXT, lambda runner: runner.score(episode('hang')), timeout_s=600)\n"
+    )
+    service = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        deadline = time.monotonic() + 30
+        while sum("spawn_main" in command_of(p) for p in family_of(service.pid)) < 4 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(1)
+        workers = family_of(service.pid)[1:]
+        assert len(workers) >= 4
+    finally:
+        service.kill()
+        service.wait()
+    assert not wait_gone(workers, 5)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +223,7 @@ def test_a_function_that_cannot_be_imported_is_refused_at_the_start(function: st
     asyncio.run(main())
 
 
-def test_the_arithmetic_reward_runs_in_the_child() -> None:
+def test_the_arithmetic_reward_runs_in_a_worker() -> None:
     prompt = Prompt("p", ({"role": "user", "content": "?"},), 1617, {"intermediate": 1776})
 
     async def work(runner: RewardRunner) -> list[tuple[float, dict[str, float]]]:

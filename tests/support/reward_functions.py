@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from typing import Any
 
 from megatron_fr.agents.contract import RewardInput
 
 NOT_CALLABLE = 3
+_calls = 0  # in this process, since the import
 
 
 def echo(episode: RewardInput, *, weight: float = 1.0) -> dict[str, float]:
@@ -34,6 +38,8 @@ def echo(episode: RewardInput, *, weight: float = 1.0) -> dict[str, float]:
 
 def by_text(episode: RewardInput) -> Any:
     """Does what the final text says."""
+    global _calls
+    _calls += 1
     match episode.final_text:
         case "raise":
             raise ValueError("this is not a number")
@@ -41,6 +47,14 @@ def by_text(episode: RewardInput) -> Any:
             time.sleep(600)
         case "die":
             os._exit(5)
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exit":
+            sys.exit(3)
+        case "huge":
+            return 10**400
+        case "program":
+            subprocess.run(["sleep", "600.125"], check=True)
         case "nan":
             return float("nan")
         case "none":
@@ -53,5 +67,5 @@ def by_text(episode: RewardInput) -> Any:
             time.sleep(0.5)
             return 0.25
         case "pid":
-            return {"reward": 0.0, "pid": os.getpid(), "key": float(os.environ["REWARD_TEST_KEY"])}
+            return {"reward": 0.0, "pid": os.getpid(), "calls": _calls, "key": float(os.environ["REWARD_TEST_KEY"])}
     return 1
