@@ -41,7 +41,11 @@ class EngineError(MegatronFRError):
 
 
 class RewardError(MegatronFRError):
-    """The reward function could not be imported, or raised too often."""
+    """The reward function raised, took too long, or returned no finite number."""
+
+
+class AgentTimeoutError(MegatronFRError):
+    """The agent did not end a trajectory within ``agent.timeout_s``."""
 
 
 class ToolError(MegatronFRError):

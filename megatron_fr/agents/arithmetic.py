@@ -65,7 +65,7 @@ def boxed_integer(text: str) -> int | None:
     """The integer in the last ``\\boxed{}`` of ``text``, or None where there is none."""
     boxes = re.findall(r"\\boxed\{([^{}]*)\}", text)
     content = boxes[-1].strip().replace(",", "") if boxes else ""
-    return int(content) if re.fullmatch(r"-?\d+", content) else None
+    return int(content) if re.fullmatch(r"-?\d{1,18}", content) else None  # int() refuses thousands of digits
 
 
 def exact_answer(episode: RewardInput) -> dict[str, float]:

@@ -70,18 +70,23 @@ class PythonToolAgent(Agent):
                 messages.append({"role": "assistant", "content": self._chat.decode(generation.token_ids)})
             if generation.finish_reason != "stop":
                 return outcome(generation.finish_reason)
+            if not generation.token_ids:  # the message before it is not the policy's, or was answered
+                return outcome("stop")
             wanted = parse_tool_calls(messages[-1]["content"])
             if not wanted or turns >= self._config.max_turns:
                 return outcome("stop")
             if session.action_tokens_left <= 0:
                 return outcome("length")
             started = time.monotonic()
-            responses = await asyncio.gather(*(self._answer(call) for call in wanted))
+            responses = await self._answers(wanted)
             tools_s += time.monotonic() - started
             calls += len(responses)
             errors += sum(failed for _, failed in responses)
             messages += [{"role": "tool", "content": text} for text, _ in responses]
             session.observe(self._chat.observation([text for text, _ in responses]))
+
+    async def _answers(self, calls: Sequence[ToolCall | ToolCallError]) -> list[tuple[str, bool]]:
+        return await asyncio.gather(*map(self._answer, calls))
 
     async def _answer(self, call: ToolCall | ToolCallError) -> tuple[str, bool]:
         """What the model sees, and whether the call failed."""

@@ -26,10 +26,6 @@ _IMPORT_TIMEOUT_S = 60.0
 _LOGGED_CHARS = 4096
 
 
-class FatalRewardError(RewardError):
-    """The reward function failed too often in a row: the run must end."""
-
-
 class RewardRunner:
     """Scores finished conversations with ``reward.function``; without one, with what the agent returned.
 
@@ -46,7 +42,6 @@ class RewardRunner:
         self._log_path = log_path
         self._pool: ProcessPool | None = None
         self._async_function: Any = None
-        self._errors_in_a_row = 0
 
     async def start(self) -> None:
         """Import the function; ConfigError where it cannot be."""
@@ -72,7 +67,6 @@ class RewardRunner:
 
         Raises:
             RewardError: the function raised, took too long, or returned no finite number.
-            FatalRewardError: that was the ``reward.max_consecutive_errors``-th time in a row.
         """
         config = self._config
         if config.function is None or self._async_function is not None:
@@ -81,17 +75,11 @@ class RewardRunner:
             result = await self._score_in_worker(episode, config.function)
         self._write_log(episode.prompt.id, result)
         if result.error is None:
-            self._errors_in_a_row = 0
             parts = dict(result.parts)
             return parts.pop("reward"), parts
-        self._errors_in_a_row += 1
         source = f"reward.function={config.function!r}" if config.function else "the agent's reward"
-        where = f"{source} on prompt {episode.prompt.id!r}"
         hint = f"; raise reward.timeout_s={config.timeout_s:g} or make it faster" if result.timed_out else ""
-        if self._errors_in_a_row < config.max_consecutive_errors:
-            raise RewardError(f"{where}: {result.error}{hint}")
-        count = f"{self._errors_in_a_row} times in a row (reward.max_consecutive_errors)"
-        raise FatalRewardError(f"{where} failed {count}: {result.error}{hint}")
+        raise RewardError(f"{source} on prompt {episode.prompt.id!r}: {result.error}{hint}")
 
     async def stop(self) -> None:
         """End the workers."""

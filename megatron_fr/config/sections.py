@@ -196,9 +196,7 @@ class RolloutConfig(Section):
 
     engines: int = Field(1, ge=1, description="number of SGLang servers")
     engine_tp: int = Field(1, ge=1, description="tensor-parallel size of each engine")
-    engine_args: dict[str, str | int | float | bool] = Field(
-        {}, description="more SGLang server arguments, without dashes"
-    )
+    engine_args: dict[str, str | int | float | bool] = Field({}, description="more SGLang server arguments, no dashes")
     host: str = Field("127.0.0.1", description="address that engines and rollout service listen on")
     engine_port: int = Field(0, ge=0, le=65535, description="port of the first engine, others follow; 0: free ports")
     start_timeout_s: float = Field(300, gt=0, description="seconds until an engine must be ready")
@@ -210,6 +208,7 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, description="must stay 1: importance ratios need the whole distribution")
     top_k: int = Field(-1, description="must stay -1: importance ratios need the whole distribution")
     min_p: float = Field(0.0, description="must stay 0: importance ratios need the whole distribution")
+    max_failure_rate: float = Field(0.2, ge=0, le=1, description="share of failing prompts above which the run ends")
     max_policy_lag: int = Field(4, ge=0, description="updates from sampling to training; older ones are dropped")
 
     @model_validator(mode="after")
@@ -243,6 +242,7 @@ class AgentConfig(Section):
     kind: str = Field("python_tool", description="name of a built-in agent, or module:Class")
     args: dict[str, Any] = Field({}, description="keyword arguments for a class of your own")
     max_turns: int = Field(10, ge=1, description="assistant turns in one trajectory")
+    timeout_s: float | None = Field(1800.0, gt=0, description="seconds that one trajectory may take; null: no limit")
     max_tokens_per_turn: int | None = Field(None, ge=1, description="tokens sampled in one turn; null: no limit")
     system_prompt: str | None = Field(None, description="system message of every conversation; null: the data's own")
     chat_template_kwargs: dict[str, Any] = Field(
@@ -267,7 +267,6 @@ class RewardConfig(Section):
     args: dict[str, Any] = Field({}, description="keyword arguments for the function")
     timeout_s: float = Field(10.0, gt=0, description="seconds that one call may take")
     workers: int = Field(4, ge=1, description="processes that run a plain function; an async def has none")
-    max_consecutive_errors: int = Field(8, ge=1, description="failing calls in a row that end the run")
 
 
 class DataConfig(Section):

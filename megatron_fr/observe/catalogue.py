@@ -31,6 +31,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "rollout/queued": ("trajectories", "finished trajectories that wait, after the batch was leased"),
     "rollout/dropped_total": ("trajectories", "trajectories dropped for their lag since the run began"),
     "rollout/failed_total": ("trajectories", "rollouts that failed at every attempt since the run began"),
+    "rollout/failure_rate": ("share", "of the last 256 distinct prompts, those that failed for good"),
+    "rollout/failed_prompts": ("prompts", "prompts set aside because they failed for good, since the run began"),
     "rollout/refused_total": ("trajectories", "trajectories refused for invalid content since the service started"),
     "rollout/routes_missing": ("trajectories", "trajectories without usable routes, which take the live router"),
     "rollout/event_loop_delay_ms": ("ms", "longest delay of the rollout service's event loop since the last batch"),

@@ -7,8 +7,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TextIO
 
+from megatron_fr.observe.failures import FAILURES_FILE, commonest, read_failures
 from megatron_fr.observe.metrics import Row, held_out
 
 #: Updates averaged before a metric is judged, so that one odd batch raises no alarm.
@@ -18,17 +20,30 @@ WINDOW = 5
 class Progress:
     """Prints a line for each of ``total`` updates to ``stream`` (None: standard output), and alarms as they appear.
 
-    ``clock`` gives monotonic time in seconds.
+    ``clock`` gives monotonic time in seconds; ``folder`` is the run's, whose list of failed prompts gives reasons.
     """
 
-    def __init__(self, total: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._total, self._stream, self._clock = total, stream, clock
+    def __init__(
+        self,
+        total: int,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        folder: Path | None = None,
+    ) -> None:
+        self._total, self._stream, self._clock, self._folder = total, stream, clock, folder
         self._started: tuple[int, float] | None = None  # first update of this process, and when it ended
         self._alarms = Alarms()
+        self._failed = 0  # prompts set aside when that was last said; twice as many are said again
 
     def update(self, row: Row) -> None:
         """Print the line of one update, and new alarms below it."""
-        for line in (self.line(row), *(f"  ! {message}" for message in self._alarms.check(row))):
+        alarms = [f"  ! {message}" for message in self._alarms.check(row)]
+        if (failed := int(row.get("rollout/failed_prompts") or 0)) >= max(1, 2 * self._failed):
+            reasons = read_failures(self._folder).values() if self._folder is not None else ()
+            named = f"; the commonest reason: {commonest(reasons)}" if reasons else ""
+            alarms.append(f"  ! {failed} prompts failed and are set aside ({FAILURES_FILE}){named}")
+            self._failed = failed
+        for line in (self.line(row), *alarms):
             print(line, file=self._stream or sys.stdout, flush=True)
 
     def line(self, row: Row) -> str:
@@ -60,6 +75,8 @@ class Progress:
             f"{self._left(number)} left",
         ]
         skipped = ["no signal, no step"] if row.get("train/stepped") == 0 else []
+        if row.get("rollout/failure_rate"):
+            skipped.append(f"failing prompts {show('rollout/failure_rate', '{:.1%}')}")
         return " | ".join([*parts, *skipped, *evaluated])
 
     def _left(self, number: int) -> str:
@@ -135,6 +152,11 @@ class Alarms:
             _Watch("rollout/routes_missing",
                    "routing replay: {mean:.1f} trajectories a batch have no usable routes and take the live router",
                    lambda mean, _: mean >= 1),
+            _Watch("rollout/failure_rate", "{mean:.0%} of the prompts fail for good, and are missing from training",
+                   lambda mean, _: mean > 0.1),
+            _Watch("rollout/event_loop_delay_ms",
+                   "code that blocks the event loop holds up every trajectory, for {mean:.0f} ms at a time; "
+                   "logs/rollout.log names its place", lambda mean, _: mean > 1000),
         ]  # fmt: skip
 
     def check(self, row: Row) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_fr.errors import MissingExtraError
+from megatron_fr.observe.failures import FAILURES_FILE, commonest, read_failures
 from megatron_fr.observe.metrics import METRICS_FILE, Row, held_out, read_metrics, series
 from megatron_fr.observe.progress import duration
 
@@ -18,6 +19,7 @@ _RESULTS = (
     ("config.yaml", "the configuration as resolved"),
     ("checkpoints", "models as Hugging Face folders"),
     ("training_state", "training checkpoints; the same command goes on from the newest"),
+    (FAILURES_FILE, "prompts that failed and were set aside, with the reason of each"),
     ("logs", "output of engines and trainer ranks"),
 )
 
@@ -37,7 +39,12 @@ def report_run(run_dir: str | Path) -> str:
     except MissingExtraError as error:
         note = ["", f"No {PICTURE}: {error}"]
     lines = [f"Run {folder.resolve().name}: {_extent(rows)}", ""]
-    lines += [f"  {name:<22}{text}" for name, text in _facts(rows) if text]
+    failures = read_failures(folder)
+    rate = _start_end(rows, "rollout/failure_rate", "{:.1%}")
+    failed = (
+        f"{len(failures)} set aside{', ' * bool(rate)}{rate}: {commonest(failures.values(), 5)}" if failures else ""
+    )
+    lines += [f"  {name:<22}{text}" for name, text in [*_facts(rows), ("failed prompts", failed)] if text]
     lines += ["", f"Results in {folder.resolve()}:"]
     lines += [f"  {name:<22}{what}" for name, what in _RESULTS if (folder / name).exists()]
     return "\n".join(lines + note)

@@ -13,11 +13,12 @@ from aiohttp import web
 
 from megatron_fr.engines.fleet import Fleet
 from megatron_fr.errors import CheckpointError, ConfigError, EngineError, MegatronFRError, RolloutEnded, TrajectoryError
-from megatron_fr.rollout.metrics import EventLoopDelay, batch_metrics
+from megatron_fr.rollout.metrics import batch_metrics
 from megatron_fr.rollout.probe import ProbeSampler
 from megatron_fr.rollout.queue import LeasedBatch
 from megatron_fr.rollout.runner import TrainingRollouts
 from megatron_fr.rollout.state import encode_state, take_state
+from megatron_fr.rollout.watchdog import EventLoopDelay
 from megatron_fr.trajectory import encode
 
 log = logging.getLogger(__name__)
@@ -64,10 +65,12 @@ class Endpoints:
                 "engines": self.fleet.urls,
                 "queued": queue.queued,
                 "in_flight": pool.in_flight,
+                "waiting_for": pool.waiting_for(),
                 "consumed_batches": gate.consumed_batches,
                 "started": gate.started,
                 "finished": pool.finished,
                 "failed": gate.failed,
+                "failed_prompts": len(self.rollouts.failed.reasons),
                 "dropped": gate.dropped,
                 "tokens_generated": self.fleet.tokens_generated,
             }
@@ -112,6 +115,8 @@ class Endpoints:
             "rollout/dropped_total": float(self.rollouts.gate.dropped),
             "rollout/failed_total": float(self.rollouts.gate.failed),
             "rollout/refused_total": float(self.rollouts.pool.refused),
+            "rollout/failure_rate": self.rollouts.failed.rate,
+            "rollout/failed_prompts": float(len(self.rollouts.failed.reasons)),
             "rollout/event_loop_delay_ms": self.event_loop_delay.take_worst_ms(),
         }
         self._leased_at, self._tokens_at_last_lease = now, tokens

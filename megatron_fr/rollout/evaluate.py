@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_fr.agents.contract import Prompt
-from megatron_fr.agents.rewards import FatalRewardError
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import MegatronFRError, RolloutEnded
+from megatron_fr.rollout.failures import ALL_FAILED, MAX_ATTEMPTS, worth_retrying
 from megatron_fr.rollout.metrics import evaluation_metrics
 from megatron_fr.rollout.prompts import load_prompts
-from megatron_fr.rollout.runner import MAX_ATTEMPTS
 from megatron_fr.rollout.session import EpisodeRunner
 from megatron_fr.trajectory import Trajectory
 
@@ -61,27 +60,32 @@ async def evaluate(
     These trajectories reach neither the queue nor the gate, so that none of them is trained on.
 
     Raises:
-        RolloutEnded: no trajectory could be scored; carries the last failure.
-        FatalRewardError: the reward function fails too often.
+        RolloutEnded: no trajectory could be scored, or none of the first few prompts; carries the last failure.
     """
     slots = asyncio.Semaphore(concurrency)
     failures: list[str] = []
+    played, given_up = set[str](), set[str]()  # prompt ids
     name = f"{name}-{held_out.name}" if held_out.name else name
 
     async def one(prompt: Prompt, identity: str) -> Trajectory | None:
         async with slots:
             for attempt in range(MAX_ATTEMPTS):
                 try:
-                    return await episodes.run(
+                    trajectory = await episodes.run(
                         prompt, trajectory_id=identity, group_id=identity, temperature=held_out.temperature
                     )
-                except FatalRewardError:
-                    raise
+                    played.add(prompt.id)
+                    return trajectory
                 except Exception as error:  # an agent is the user's code; one bad rollout must not end the others
                     if not isinstance(error, MegatronFRError):
                         log.exception("trajectory %s: unexpected error in the agent", identity)
                     failures.append(f"{identity} (prompt {prompt.id!r}): {type(error).__name__}: {error}")
                     log.warning("evaluation failed at attempt %d: %s", attempt + 1, failures[-1])
+                    if not worth_retrying(error):
+                        break
+        given_up.add(prompt.id)
+        if not played and len(given_up) >= ALL_FAILED:
+            raise RolloutEnded(f"evaluation {name!r}: the first {len(given_up)} prompts all failed; {failures[-1]}")
         return None
 
     try:

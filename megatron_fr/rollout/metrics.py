@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Sequence
 
 import numpy as np
 
 from megatron_fr.trajectory import Trajectory
-
-_TICK_S = 0.05
 
 
 def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -58,25 +54,6 @@ def batch_metrics(trajectories: Sequence[Trajectory], lags: Sequence[int] = ()) 
     shares = spent.sum(axis=0) / max(float(spent.sum()), 1e-9)
     names = ("rollout/time_queued", "rollout/time_generating", "rollout/time_tools")
     return metrics | dict(zip(names, shares.tolist(), strict=True))
-
-
-class EventLoopDelay:
-    """Measures how late the event loop runs its timers: a loop blocked by a tool or a verifier shows here first."""
-
-    def __init__(self) -> None:
-        self._worst_s = 0.0
-
-    async def run(self) -> None:
-        """Sleep in short ticks and note by how much each was overslept; never returns."""
-        while True:
-            started = time.monotonic()
-            await asyncio.sleep(_TICK_S)
-            self._worst_s = max(self._worst_s, time.monotonic() - started - _TICK_S)
-
-    def take_worst_ms(self) -> float:
-        """The worst delay since the last call, milliseconds."""
-        worst, self._worst_s = self._worst_s, 0.0
-        return 1000 * worst
 
 
 def _mean(values: Sequence[float]) -> float:

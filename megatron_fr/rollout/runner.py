@@ -5,26 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from megatron_fr.agents.contract import Prompt
-from megatron_fr.agents.rewards import FatalRewardError
 from megatron_fr.config import RunConfig
-from megatron_fr.errors import MegatronFRError, RolloutEnded, TrajectoryError
+from megatron_fr.errors import MegatronFRError, TrajectoryError
 from megatron_fr.rollout.cursor import PromptCursor
+from megatron_fr.rollout.failures import MAX_ATTEMPTS, FailedPrompts, worth_retrying
 from megatron_fr.rollout.queue import TrajectoryQueue
 from megatron_fr.rollout.session import EpisodeRunner
 from megatron_fr.rollout.staleness import StalenessGate
+from megatron_fr.rollout.watchdog import waits_for
 from megatron_fr.trajectory import ModelLimits
 
 log = logging.getLogger(__name__)
 
-#: Attempts of one member of a group (or of a single rollout) before its prompt is given up.
-MAX_ATTEMPTS = 3
-#: Failures with no success between them, per runner, after which the run cannot go on.
-_FAILURES_PER_RUNNER = 3
 _BACKOFF_S = 0.5
 
 
@@ -45,6 +44,7 @@ class Member:
     index: int
     attempt: int = 0
     since: float = field(default_factory=time.monotonic)  # when it was let in or failed
+    task: asyncio.Task[Any] | None = field(default=None, compare=False)  # in which it runs
 
 
 class RunnerPool:
@@ -62,16 +62,17 @@ class RunnerPool:
         queue: TrajectoryQueue,
         *,
         runners: int,
+        failed: FailedPrompts,
         on_fatal: Callable[[MegatronFRError], None],
     ) -> None:
         self._episodes, self._prompts, self._gate, self._queue = episodes, prompts, gate, queue
         self._runners, self._group_size, self._on_fatal = runners, queue.group_size, on_fatal
+        self._failed_prompts = failed
         self._waiting: deque[Member] = deque()
         self._running: list[Member] = []
         self._opened, self._arrived = asyncio.Event(), asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._groups = 0
-        self._failures_in_a_row = 0
         self.finished = 0
         self.refused = 0
 
@@ -79,6 +80,10 @@ class RunnerPool:
     def in_flight(self) -> int:
         """Trajectories under way."""
         return len(self._running)
+
+    def waiting_for(self) -> dict[str, int]:
+        """Number of trajectories under way by what they wait for, the most first."""
+        return dict(Counter(waits_for(m.task) for m in self._running if m.task is not None).most_common())
 
     def start(self) -> None:
         """Begin, in the running event loop. A second call does nothing."""
@@ -142,6 +147,7 @@ class RunnerPool:
         try:
             # Nothing is awaited between the end of this and the queue or the next attempt, so that a snapshot finds
             # every rollout in exactly one place.
+            member.task = asyncio.current_task()
             self._running.append(member)
             try:
                 trajectory = await self._episodes.run(
@@ -157,32 +163,25 @@ class RunnerPool:
                 self.wake()
                 return
             self._queue.put(trajectory)
-        except FatalRewardError:
-            raise
         except TrajectoryError as error:
             self.refused += 1
-            self._failed(member, trajectory_id, error, retry=self._group_size > 1)
+            self._failed(member, trajectory_id, error)
         except Exception as error:  # an agent is the user's code; one bad rollout must not end the others
             if not isinstance(error, MegatronFRError):
                 log.exception("trajectory %s: unexpected error in the agent", trajectory_id)
-            self._failed(member, trajectory_id, error, retry=True)
+            self._failed(member, trajectory_id, error)
             await asyncio.sleep(_BACKOFF_S)
         else:
             self.finished += 1
-            self._failures_in_a_row = 0
+            self._failed_prompts.succeeded(member.group.prompt.id)
             self._arrived.set()
 
-    def _failed(self, member: Member, trajectory_id: str, error: Exception, *, retry: bool) -> None:
+    def _failed(self, member: Member, trajectory_id: str, error: Exception) -> None:
         group, attempts, reason = member.group, member.attempt + 1, f"{type(error).__name__}: {error}"
         self._gate.failed += 1
-        self._failures_in_a_row += 1
-        retry = retry and group.alive and attempts < MAX_ATTEMPTS
+        retry = worth_retrying(error) and group.alive and attempts < MAX_ATTEMPTS
         name = f"trajectory {trajectory_id} (prompt {group.prompt.id!r}, attempt {attempts})"
         log.warning("%s failed%s: %s", name, "; it is tried again" if retry else "", reason)
-        if self._failures_in_a_row >= _FAILURES_PER_RUNNER * self._runners:
-            raise RolloutEnded(
-                f"{self._failures_in_a_row} trajectories failed in a row; the last one, {trajectory_id}: {reason}"
-            )
         if retry:
             self._gate.started += 1
             self._waiting.append(Member(group, member.index, attempts))
@@ -193,8 +192,7 @@ class RunnerPool:
             kept = deque(m for m in self._waiting if m.group is not group)
             self._gate.drop(len(self._waiting) - len(kept))
             self._waiting = kept
-            if self._group_size > 1:
-                log.warning("group %s (prompt %r) is given up", group.id, group.prompt.id)
+            self._failed_prompts.failed(group.prompt.id, reason)
         self.wake()
 
 
@@ -211,7 +209,8 @@ class TrainingRollouts:
     ) -> None:
         batch_size, lag = config.train.batch_size, config.max_policy_lag
         self.prompts = prompts
-        self.cursor = PromptCursor(prompts, config.seed, config.data.shuffle)
+        self.failed = FailedPrompts(config.rollout.max_failure_rate, len(prompts), Path(config.output))
+        self.cursor = PromptCursor(prompts, config.seed, config.data.shuffle, self.failed.reasons)
         self.gate = StalenessGate(batch_size, lag)
         self.queue = TrajectoryQueue(
             batch_size=batch_size,
@@ -221,7 +220,9 @@ class TrainingRollouts:
             on_drop=self._drop,
         )
         runners = config.rollout.max_concurrent_trajectories
-        self.pool = RunnerPool(episodes, self.cursor, self.gate, self.queue, runners=runners, on_fatal=on_fatal)
+        self.pool = RunnerPool(
+            episodes, self.cursor, self.gate, self.queue, runners=runners, failed=self.failed, on_fatal=on_fatal
+        )
 
     def commit(self, batch_id: str) -> bool:
         """Commit the queue's lease (see :meth:`TrajectoryQueue.commit`) and let rollouts start in its place."""

@@ -23,12 +23,12 @@ from megatron_fr.hf.folder import read_spec
 from megatron_fr.models.spec import ModelSpec
 from megatron_fr.rollout.endpoints import Endpoints
 from megatron_fr.rollout.evaluate import evaluate_sets, load_held_out
-from megatron_fr.rollout.metrics import EventLoopDelay
 from megatron_fr.rollout.probe import ProbeSampler
 from megatron_fr.rollout.prompts import load_prompts
 from megatron_fr.rollout.runner import TrainingRollouts
 from megatron_fr.rollout.session import EpisodeRunner
 from megatron_fr.rollout.state import read_state, restore_state
+from megatron_fr.rollout.watchdog import EventLoopDelay, report_stuck
 from megatron_fr.runtime.device import Device, resolve_device
 from megatron_fr.trajectory import ModelLimits
 
@@ -102,11 +102,13 @@ class RolloutService:
         for client in fleet.clients:
             await probe_engine(client, limits, want_routes=want_routes)
 
-        episodes = EpisodeRunner(fleet, agent, rewards, limits, rollout, want_routes)
+        episodes = EpisodeRunner(fleet, agent, rewards, limits, rollout, want_routes, config.agent.timeout_s)
         rollouts = TrainingRollouts(config, prompts, episodes, limits, on_fatal=self._fail)
         self._exit.push_async_callback(rollouts.pool.stop)
         if restored is not None:
             restore_state(rollouts, restored)
+        else:
+            rollouts.failed.restore({})
         self._fleet, self._rollouts = fleet, rollouts
         delay = EventLoopDelay()
         evaluate = partial(
@@ -132,7 +134,8 @@ class RolloutService:
         await web.TCPSite(server, rollout.host, 0).start()
         any_address = rollout.host in ("0.0.0.0", "::", "")
         self.url = f"http://{socket.gethostname() if any_address else rollout.host}:{server.addresses[0][1]}"
-        for work in (delay.run(), self._watch()):
+        stuck = report_stuck(lambda: rollouts.pool.finished + rollouts.gate.failed, rollouts.pool.waiting_for)
+        for work in (delay.run(), self._watch(), stuck):
             self._exit.callback(asyncio.create_task(work).cancel)
         if self._training and restored is None:
             rollouts.pool.start()

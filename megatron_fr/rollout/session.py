@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from megatron_fr.agents.rewards import RewardRunner
 from megatron_fr.config import RolloutConfig
 from megatron_fr.engines.client import Completion, EngineClient
 from megatron_fr.engines.fleet import Fleet
-from megatron_fr.errors import EngineError, TrajectoryError
+from megatron_fr.errors import AgentTimeoutError, EngineError, TrajectoryError
 from megatron_fr.trajectory import NO_VERSION, ModelLimits, Timings, Trajectory
 
 # An engine that aborts again and again without producing a token will not produce one.
@@ -164,6 +165,7 @@ class EpisodeRunner:
     limits: ModelLimits
     config: RolloutConfig
     want_routes: bool
+    timeout_s: float | None = None  # that the agent may take for one trajectory
 
     async def run(
         self,
@@ -179,6 +181,7 @@ class EpisodeRunner:
         Evaluations alone give a ``temperature``; None is the one that the trainer's logits are scaled by.
 
         Raises:
+            AgentTimeoutError: the agent took longer than ``timeout_s``; what it asked of the engine is given up.
             EngineError: the engine failed, or aborted the generation for good.
             RewardError: the reward function failed.
             TrajectoryError: the prompt leaves no token to sample; trying again cannot help.
@@ -191,14 +194,24 @@ class EpisodeRunner:
                 want_routes=self.want_routes,
                 temperature=temperature,
             )
-            outcome = await self.agent.rollout(prompt, session)
+            try:
+                async with asyncio.timeout(self.timeout_s) as limit:
+                    outcome = await self.agent.rollout(prompt, session)
+            except TimeoutError as error:
+                if not limit.expired():  # the agent's own
+                    raise
+                raise AgentTimeoutError(
+                    f"the agent took longer than agent.timeout_s={self.timeout_s:g} for trajectory {trajectory_id} "
+                    f"(prompt {prompt.id!r})"
+                ) from error
         if outcome.finish_reason == "aborted":
             raise EngineError(f"engine {client.url} aborted trajectory {trajectory_id} (prompt {prompt.id!r})")
         if session.num_action_tokens == 0:
-            raise TrajectoryError(
-                f"trajectory {trajectory_id} (prompt {prompt.id!r}): {len(session.tokens)} prompt tokens leave nothing "
-                f"to sample in rollout.max_context={self.config.max_context}; raise it or remove the prompt"
-            )
+            why = f"{len(session.tokens)} prompt tokens leave nothing to sample in rollout.max_context="
+            why += f"{self.config.max_context}; raise it or remove the prompt"
+            if session.action_tokens_left > 0:
+                why = "the policy sampled no token"
+            raise TrajectoryError(f"trajectory {trajectory_id} (prompt {prompt.id!r}): {why}")
         said = (str(m.get("content") or "") for m in reversed(outcome.messages) if m.get("role") == "assistant")
         reward, parts = await self.rewards.score(
             RewardInput(

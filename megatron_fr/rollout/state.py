@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class RolloutState:
     prompts: dict[str, Any]  # the cursor's order
     ready: Sequence[Trajectory]  # complete units, in the order in which they will be leased
     partial: Sequence[Trajectory]  # members of groups that wait for their others
+    failed: dict[str, str] = field(default_factory=dict)  # prompts set aside, with their reasons
 
 
 def take_state(rollouts: TrainingRollouts, version: int) -> RolloutState:
@@ -67,7 +68,7 @@ def take_state(rollouts: TrainingRollouts, version: int) -> RolloutState:
         {"group_id": m.group.id, "prompt_id": m.group.prompt.id, "index": m.index, "attempt": m.attempt}
         for m in unfinished
     ]
-    return RolloutState(counters, again, rollouts.cursor.order, ready, partial)
+    return RolloutState(counters, again, rollouts.cursor.order, ready, partial, dict(rollouts.failed.reasons))
 
 
 def restore_state(rollouts: TrainingRollouts, state: RolloutState) -> None:
@@ -81,6 +82,7 @@ def restore_state(rollouts: TrainingRollouts, state: RolloutState) -> None:
         )
     counters = state.counters
     rollouts.cursor.seek(counters.cursor)
+    rollouts.failed.restore(state.failed)
     for name in ("consumed_batches", "started", "failed", "dropped"):
         setattr(rollouts.gate, name, getattr(counters, name))
     try:
@@ -97,7 +99,7 @@ def restore_state(rollouts: TrainingRollouts, state: RolloutState) -> None:
 def encode_state(state: RolloutState) -> bytes:
     """Pack a state into one npz archive without pickles."""
     head: dict[str, Any] = {"counters": asdict(state.counters), "num_ready": len(state.ready)}
-    head |= {"unfinished": state.unfinished, "prompts": state.prompts}
+    head |= {"unfinished": state.unfinished, "prompts": state.prompts, "failed": state.failed}
     parts = {"head": json.dumps(head).encode(), "trajectories": encode([*state.ready, *state.partial])}
     buffer = io.BytesIO()
     np.savez(buffer, allow_pickle=False, **{name: np.frombuffer(part, np.uint8) for name, part in parts.items()})
@@ -112,7 +114,7 @@ def decode_state(payload: bytes) -> RolloutState:
             trajectories = decode(archive["trajectories"].tobytes())
         count = int(head["num_ready"])
         counters, ready, partial = Counters(**head["counters"]), trajectories[:count], trajectories[count:]
-        return RolloutState(counters, head["unfinished"], head["prompts"], ready, partial)
+        return RolloutState(counters, head["unfinished"], head["prompts"], ready, partial, head["failed"])
     except Exception as error:  # on damaged bytes numpy, zipfile and json raise a dozen kinds
         raise CheckpointError(f"{len(payload)} bytes are no rollout state: {error}") from error
 

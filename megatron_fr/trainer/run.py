@@ -121,7 +121,7 @@ def recorder(config: RunConfig) -> Iterator[Callable[[Mapping[str, float]], None
     if dist.get_rank() != 0:
         yield lambda metrics: None
         return
-    progress = Progress(config.train.num_updates)
+    progress = Progress(config.train.num_updates, folder=Path(config.output))
     with MetricsWriter(config.output) as writer:
         yield lambda metrics: progress.update(writer.write(metrics))
 

@@ -45,6 +45,7 @@ def test_training_and_held_out_questions_never_overlap() -> None:
         ("\\boxed{1717}", 1717),
         ("So \\boxed{3}, no: \\boxed{ -1,234 }.", -1234),
         ("1717", None),
+        ("\\boxed{" + "1" * 5000 + "}", None),  # int() raises on more than 4,300 digits
         ("\\boxed{12.5}", None),
         ("\\boxed{}", None),
         ("\\boxed{1717", None),

@@ -161,6 +161,14 @@ def test_the_last_allowed_turn_is_not_answered(tokenizer: Any) -> None:
     assert session.mask[-1]
 
 
+def test_an_empty_turn_ends_the_trajectory_and_runs_no_call_of_the_message_before_it(tokenizer: Any) -> None:
+    prompt = Prompt("q", ({"role": "user", "content": f"Calls look like this: {python('print(1)')}"},))
+    session = ScriptedSession([[], encode(tokenizer, "\\boxed{1}<|im_end|>")])
+    agent = PythonToolAgent(tokenizer, AgentConfig())
+    outcome = asyncio.run(agent.rollout(prompt, session))
+    assert (outcome.num_tool_calls, outcome.num_turns, outcome.finish_reason) == (0, 0, "stop")
+
+
 def test_an_aborted_generation_ends_the_trajectory_as_aborted(tokenizer: Any) -> None:
     outcome, _ = roll(tokenizer, "half a tu", stopped=False, aborts=True)
     assert outcome.finish_reason == "aborted"

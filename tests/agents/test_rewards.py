@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from megatron_fr.agents.contract import Prompt, RewardInput
-from megatron_fr.agents.rewards import FatalRewardError, RewardRunner
+from megatron_fr.agents.rewards import RewardRunner
 from megatron_fr.config import RewardConfig
 from megatron_fr.errors import ConfigError, RewardError
 from tests.support.processes import command_of, family_of, wait_gone
@@ -105,7 +105,6 @@ def test_a_failing_call_is_an_error_with_its_reason_and_the_runner_goes_on(text:
     async def work(runner: RewardRunner) -> None:
         with pytest.raises(RewardError, match=reason) as caught:
             await runner.score(episode(text))
-        assert not isinstance(caught.value, FatalRewardError)
         assert "reward.function='tests.support.reward_functions:by_text' on prompt 'p7'" in str(caught.value)
         assert (await runner.score(episode("x")))[0] == 1.0
 
@@ -118,22 +117,6 @@ def test_a_call_that_hangs_is_an_error_that_names_the_limit() -> None:
             await runner.score(episode("hang"))
 
     scored(BY_TEXT, work, timeout_s=0.5)
-
-
-def test_too_many_errors_in_a_row_are_fatal_and_a_success_between_resets_the_count() -> None:
-    async def work(runner: RewardRunner) -> None:
-        for text in ("raise", "raise", "x", "raise", "raise"):
-            if text == "x":
-                await runner.score(episode(text))
-                continue
-            with pytest.raises(RewardError) as caught:
-                await runner.score(episode(text))
-            assert not isinstance(caught.value, FatalRewardError)
-        reason = r"failed 3 times in a row \(reward.max_consecutive_errors\): ValueError: this is not a number"
-        with pytest.raises(FatalRewardError, match=reason):
-            await runner.score(episode("raise"))
-
-    scored(BY_TEXT, work, max_consecutive_errors=3)
 
 
 def test_calls_run_side_by_side_with_the_runs_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_fr.observe.catalogue import find_metric
+from megatron_fr.observe.failures import read_failures
+from tests.support.hanging_agent import HANGS, RAISES
 from tests.support.processes import command_of, family_of, wait_gone
 from tests.support.train_command import arguments, finish, interrupt, running, wait_for
 
@@ -128,3 +130,26 @@ def test_a_reward_function_that_raises_ends_the_run_with_its_name_and_its_error(
     assert "reward.function='tests.support.varied_reward:broken'" in text
     assert "KeyError" in text
     assert "Traceback" not in text
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_prompts_that_the_agent_or_the_reward_cannot_do_cost_themselves_alone(policy: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    hanging = ("agent.kind=tests.support.hanging_agent:HangingAgent", "agent.timeout_s=10", "train.num_updates=20")
+    raising = "reward.function=tests.support.hanging_agent:raising"
+    status, text = finish(arguments(policy, output, *hanging, raising, *ONE), tmp_path / "log")
+    assert status == 0, text
+    found = rows(output)
+    assert found[-1]["update"] == 20
+    assert found[-1]["rollout/failed_prompts"] == 4
+    assert found[-1]["rollout/failure_rate"] == pytest.approx(4 / 64, abs=0.02)
+    reasons = read_failures(output)
+    assert reasons.keys() == HANGS | RAISES
+    assert "agent.timeout_s=10" in reasons["11"]
+    assert "hanging_agent:raising' on prompt '7': KeyError: 'no answer to 7'" in reasons["7"]
+    assert "prompts failed and are set aside (failed_prompts.jsonl); the commonest reason: " in text
+    assert "| failing prompts " in text
+    assert "failed prompts        4 set aside" in text
+    assert "3 x RewardError" in text
+    assert "1 x AgentTimeoutError" in text

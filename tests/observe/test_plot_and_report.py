@@ -6,6 +6,7 @@ import pytest
 from matplotlib.image import imread
 
 from megatron_fr.errors import MegatronFRError
+from megatron_fr.observe.failures import append_failures
 from megatron_fr.observe.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from megatron_fr.observe.plot import PANELS, draw, plot_run, trailing_mean
 from megatron_fr.observe.report import report_run
@@ -91,9 +92,12 @@ def test_smoothing_is_a_trailing_mean_over_a_twentieth():
 
 def test_the_report_names_start_end_best_tools_lag_and_where_the_results_are(run_dir):
     (run_dir / "checkpoints").mkdir()
+    append_failures(run_dir, {"p1": "KeyError: 'x'", "p2": "KeyError: 'y'"})
     text = report_run(run_dir)
     for part in (
         "Run rising: 40 updates, 1 of them without signal and without a step, 3 min of training",
+        "failed prompts        2 set aside: 2 x KeyError: 'y'",
+        "failed_prompts.jsonl  prompts that failed",
         "held-out reward       0.100 at the start, 0.900 at the end",
         "best held-out reward  0.950 at update 30",
         "training reward       0.150 at the start, 0.870 at the end",

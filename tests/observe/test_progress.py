@@ -4,6 +4,7 @@ import io
 
 import pytest
 
+from megatron_fr.observe.failures import append_failures
 from megatron_fr.observe.progress import WINDOW, Alarms, Progress, duration
 
 ROW = {
@@ -67,6 +68,22 @@ def test_lines_are_printed_one_an_update_with_alarms_below():
     assert "\x1b" not in stream.getvalue()
 
 
+def test_prompts_set_aside_are_said_with_the_commonest_reason_and_again_at_twice_as_many(tmp_path):
+    append_failures(tmp_path, {"p1": "KeyError: 'x'", "p2": "KeyError: 'y'", "p3": "ValueError"})
+    stream = io.StringIO()
+    progress = Progress(20, stream, folder=tmp_path)
+    for update, failed in enumerate((0, 1, 1, 2, 3, 4), start=1):
+        progress.update(
+            {**ROW, "update": update, "rollout/failed_prompts": failed, "rollout/failure_rate": failed / 50}
+        )
+    lines = stream.getvalue().splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("  !")] == ["1", "2", "4"]
+    expected = "  ! 4 prompts failed and are set aside (failed_prompts.jsonl); the commonest reason: 2 x KeyError: 'y'"
+    assert lines[-1] == expected
+    assert "failing prompts" not in lines[0]
+    assert lines[-2].endswith("| failing prompts 8.0%")
+
+
 @pytest.mark.parametrize(
     ("metric", "good", "bad", "message"),
     [
@@ -76,6 +93,8 @@ def test_lines_are_printed_one_an_update_with_alarms_below():
         ("trajectory/truncated", 0.1, 0.8, "are cut off"),
         ("rollout/routes_missing", 0, 3, "trajectories a batch have no usable routes"),
         ("tools/calls", 3.0, 0.0, "tool calls fell"),
+        ("rollout/failure_rate", 0.02, 0.3, "30% of the prompts fail for good"),
+        ("rollout/event_loop_delay_ms", 60, 2500, "blocks the event loop"),
     ],
 )
 def test_an_alarm_speaks_once_when_its_metric_goes_bad_and_again_after_recovery(metric, good, bad, message):

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from megatron_fr.agents.contract import Prompt
+from megatron_fr.rollout.failures import FailedPrompts
 from megatron_fr.rollout.metrics import batch_metrics
 from megatron_fr.rollout.queue import TrajectoryQueue
 from megatron_fr.rollout.runner import RunnerPool
@@ -106,6 +107,7 @@ def train(*, runners: int, update_s: float, max_policy_lag: int = 100, seed: int
             gate,
             queue,
             runners=runners,
+            failed=FailedPrompts(1.0, 1),
             on_fatal=pytest.fail,
         )
         pool.start()

@@ -15,8 +15,8 @@ from aiohttp import web
 from megatron_fr.agents.contract import Prompt
 from megatron_fr.errors import RolloutEnded
 from megatron_fr.rollout.endpoints import Endpoints
-from megatron_fr.rollout.metrics import EventLoopDelay
 from megatron_fr.rollout.probe import ProbeSampler
+from megatron_fr.rollout.watchdog import EventLoopDelay
 from megatron_fr.trajectory import decode
 from tests.rollout.test_misbehaving_engine import LIMITS, answer, engine
 from tests.rollout.test_runner import Bench

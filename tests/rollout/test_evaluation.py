@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_fr.agents.contract import Prompt
-from megatron_fr.agents.rewards import FatalRewardError
-from megatron_fr.errors import EngineError, RolloutEnded
+from megatron_fr.errors import AgentTimeoutError, EngineError, RolloutEnded
 from megatron_fr.rollout.evaluate import HeldOut, evaluate, evaluate_sets
 from megatron_fr.rollout.metrics import batch_metrics, evaluation_metrics
 from megatron_fr.trajectory import Timings, Trajectory
@@ -32,13 +31,14 @@ def test_avg_at_k_averages_within_prompts_first_and_pass_at_k_takes_the_best() -
 
 def test_a_part_of_the_reward_is_averaged_over_those_that_have_it_in_evaluation_as_in_training() -> None:
     group = [
-        trajectory("a", reward_parts={"format": 0.5, "tests": 1.0}),
+        trajectory("a", reward_parts={"format": 0.5, "tests": 1.0, "truncated": 0.25}),
         trajectory("b", reward_parts={"format": 1.0}),
         trajectory("c"),
     ]
     held_out, training = evaluation_metrics([group[:1], group[1:]], 0.5), batch_metrics(group)
     for metrics in (held_out, training):
         assert (metrics["reward/format"], metrics["reward/tests"]) == (0.75, 1.0)
+        assert (metrics["reward/truncated"], metrics["trajectory/truncated"]) == (0.25, 0.0)
     only_held_out = {"reward/pass"}
     assert held_out.keys() - only_held_out == {name for name in training if not name.startswith("rollout/")}
 
@@ -109,13 +109,18 @@ def test_an_agent_that_raises_something_of_its_own_costs_its_trajectory_alone() 
     assert (count, metrics["trajectory/failed"]) == (4, 2)
 
 
-def test_a_reward_function_that_keeps_failing_ends_the_evaluation() -> None:
-    class Fatal(Episodes):
-        async def run(self, *_: Any, **__: Any) -> Trajectory:
-            raise FatalRewardError("failed 8 times in a row")
+def test_an_evaluation_in_which_nothing_works_ends_after_a_few_prompts_and_a_time_limit_is_not_tried_again() -> None:
+    class Hanging(Episodes):
+        async def run(self, prompt: Prompt, **names: Any) -> Trajectory:
+            self.attempts[names["trajectory_id"]] = self.attempts.get(names["trajectory_id"], 0) + 1
+            await asyncio.sleep(0)
+            raise AgentTimeoutError("the agent took longer than agent.timeout_s=1")
 
-    with pytest.raises(FatalRewardError, match="failed 8 times in a row"):
-        run(Fatal())
+    episodes = Hanging()
+    with pytest.raises(RolloutEnded, match=r"the first 8 prompts all failed; .*agent.timeout_s=1"):
+        run(episodes, [Prompt(f"p{i}", ()) for i in range(100)])
+    assert set(episodes.attempts.values()) == {1}
+    assert len(episodes.attempts) < 30
 
 
 def test_batch_metrics_are_averages_of_the_batch() -> None:

@@ -24,8 +24,8 @@ from megatron_fr.engines.fleet import Fleet
 from megatron_fr.errors import EngineError, ModelError
 from megatron_fr.hf.folder import read_spec
 from megatron_fr.models.registry import model_spec
-from megatron_fr.rollout.metrics import EventLoopDelay
 from megatron_fr.rollout.service import engine_specs, model_limits
+from megatron_fr.rollout.watchdog import EventLoopDelay
 from megatron_fr.runtime.device import resolve_device
 from megatron_fr.trajectory import ModelLimits
 from tools.tiny import make_untrained

@@ -6,14 +6,17 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_fr.agents.contract import Prompt
-from megatron_fr.agents.rewards import FatalRewardError
-from megatron_fr.errors import EngineError, MegatronFRError, TrajectoryError
+from megatron_fr.errors import AgentTimeoutError, EngineError, MegatronFRError, RewardError, TrajectoryError
+from megatron_fr.observe.failures import FAILURES_FILE, commonest, read_failures
 from megatron_fr.rollout import runner as runner_module
+from megatron_fr.rollout.cursor import PromptCursor
+from megatron_fr.rollout.failures import ALL_FAILED, ENOUGH, FailedPrompts
 from megatron_fr.rollout.queue import TrajectoryQueue
 from megatron_fr.rollout.runner import RunnerPool
 from megatron_fr.rollout.staleness import StalenessGate
@@ -44,7 +47,19 @@ class ScriptedEpisodes:
 
 
 class Bench:
-    def __init__(self, script: Play, *, batch: int, group: int = 1, lag: int = 0, runners: int = 4) -> None:
+    def __init__(
+        self,
+        script: Play,
+        *,
+        batch: int,
+        group: int = 1,
+        lag: int = 0,
+        runners: int = 4,
+        number: int = 10**9,
+        folder: Path | None = None,
+    ) -> None:
+        self.failed = FailedPrompts(0.2, number, folder)
+        finite = [Prompt(f"p{i}", ()) for i in range(number)] if number < 10**9 else None
         self.gate = StalenessGate(batch, lag)
         self.queue = TrajectoryQueue(
             batch_size=batch, group_size=group, max_policy_lag=100, limits=LIMITS, on_drop=self.gate.drop
@@ -53,10 +68,13 @@ class Bench:
         self.fatal: list[MegatronFRError] = []
         self.pool = RunnerPool(
             self.episodes,  # type: ignore[arg-type]
-            (Prompt(f"p{i}", ()) for i in itertools.count()),
+            PromptCursor(finite, skipped=self.failed.reasons)
+            if finite
+            else (Prompt(f"p{i}", ()) for i in itertools.count()),
             self.gate,
             self.queue,
             runners=runners,
+            failed=self.failed,
             on_fatal=self.fatal.append,
         )
 
@@ -174,33 +192,101 @@ def test_what_the_queue_refuses_is_counted_and_not_tried_again() -> None:
     run(body)
 
 
-def test_nothing_but_failures_ends_the_run_with_the_last_reason() -> None:
+async def fatal(bench: Bench) -> str:
+    """The reason that ends the run."""
+    bench.pool.start()
+    consuming = asyncio.create_task(consume(bench))
+    async with asyncio.timeout(10):
+        while not bench.fatal:
+            await asyncio.sleep(0.01)
+    consuming.cancel()
+    await bench.pool.stop()
+    return str(bench.fatal[0])
+
+
+async def consume(bench: Bench) -> None:
+    while True:
+        await bench.batch()
+
+
+def test_nothing_but_failures_ends_the_run_after_a_few_prompts() -> None:
     async def body() -> None:
         async def script(*_: str) -> None:
             await asyncio.sleep(0)
             raise EngineError("no route to engine")
 
         bench = Bench(script, batch=4, runners=2)
-        bench.pool.start()
-        async with asyncio.timeout(5):
-            while not bench.fatal:
-                await asyncio.sleep(0.01)
-        await bench.pool.stop()
-        assert "6 trajectories failed in a row" in str(bench.fatal[0])
-        assert "no route to engine" in str(bench.fatal[0])
+        reason = await fatal(bench)
+        assert f"{ALL_FAILED} of the last {ALL_FAILED} prompts failed for good" in reason
+        assert "8 x EngineError: no route to engine" in reason
 
     run(body)
 
 
-def test_a_reward_function_that_keeps_failing_ends_the_run_at_once() -> None:
+def test_the_run_ends_with_the_commonest_reason_when_too_many_prompts_fail() -> None:
+    async def body() -> None:
+        async def script(_: str, prompt_id: str) -> None:
+            await asyncio.sleep(0.001)
+            if (number := int(prompt_id[1:])) % 10 < 3:
+                raise RewardError(f"reward on prompt {prompt_id!r}: {'KeyError' if number % 10 else 'TypeError'}")
+
+        bench = Bench(script, batch=8, lag=2)
+        reason = await fatal(bench)
+        assert "more than rollout.max_failure_rate=0.2 allows" in reason
+        assert "KeyError" in reason
+        assert "TypeError" not in reason
+        assert bench.pool.finished >= ENOUGH / 2
+
+    run(body)
+
+
+def test_a_prompt_that_fails_for_good_is_set_aside_named_and_never_played_again(tmp_path: Path) -> None:
+    hopeless = {"p3": ValueError("no column 3"), "p17": AgentTimeoutError("too long"), "p29": TrajectoryError("full")}
+
+    async def body() -> Bench:
+        async def script(_: str, prompt_id: str) -> None:
+            played[prompt_id] += 1
+            await asyncio.sleep(0.001)
+            if prompt_id in hopeless:
+                raise hopeless[prompt_id]
+
+        bench = Bench(script, batch=10, lag=1, number=40, folder=tmp_path / "run")
+        bench.failed.restore({})
+        bench.pool.start()
+        for _ in range(4 * 4):  # four epochs and more
+            await bench.batch()
+        await bench.pool.stop()
+        return bench
+
+    played = Counter[str]()
+    bench: Bench = run(body)
+    assert not bench.fatal
+    assert {name: played[name] for name in hopeless} == {"p3": 3, "p17": 1, "p29": 1}
+    assert min(played[f"p{i}"] for i in range(40) if f"p{i}" not in hopeless) >= 3
+    reasons = {name: f"{type(error).__name__}: {error}" for name, error in hopeless.items()}
+    assert bench.failed.reasons == read_failures(tmp_path / "run") == reasons
+    assert bench.failed.rate == pytest.approx(3 / 40)
+    again = FailedPrompts(0.2, 40, tmp_path / "run")
+    again.restore(reasons)
+    assert read_failures(tmp_path / "run") == reasons
+    again.restore({})
+    assert not (tmp_path / "run" / FAILURES_FILE).exists()
+
+
+def test_reasons_that_differ_in_names_and_numbers_are_of_one_kind() -> None:
+    reasons = ["KeyError: 'a' at 7", "ValueError: x", "KeyError: 'b' at 12"]
+    assert commonest(reasons, 2) == "2 x KeyError: 'b' at 12; 1 x ValueError: x"
+
+
+def test_a_run_whose_prompts_were_all_set_aside_ends() -> None:
     async def body() -> None:
         async def script(*_: str) -> None:
-            raise FatalRewardError("reward.function='x:y' failed 8 times in a row")
+            raise TrajectoryError("too long")
 
-        bench = Bench(script, batch=4, runners=1)
-        bench.pool.start()
-        await asyncio.sleep(0.05)
-        await bench.pool.stop()
-        assert [str(e) for e in bench.fatal] == ["reward.function='x:y' failed 8 times in a row"]
+        bench = Bench(script, batch=4, runners=1, number=3)
+        assert "3 of the last 3 prompts failed for good" in await fatal(bench)
 
     run(body)
+    cursor = PromptCursor([Prompt("a", ()), Prompt("b", ())], skipped={"a", "b"})
+    with pytest.raises(MegatronFRError, match=r"all 2 prompts of data.train failed"):
+        next(cursor)

@@ -19,10 +19,10 @@ from aiohttp import web
 from megatron_fr.agents.contract import Prompt
 from megatron_fr.config import RunConfig
 from megatron_fr.rollout.endpoints import Endpoints
-from megatron_fr.rollout.metrics import EventLoopDelay
 from megatron_fr.rollout.probe import ProbeSampler
 from megatron_fr.rollout.runner import TrainingRollouts
 from megatron_fr.rollout.state import RolloutState, restore_state, take_state
+from megatron_fr.rollout.watchdog import EventLoopDelay
 from megatron_fr.trajectory import ModelLimits, Trajectory
 
 VOCAB = 512

@@ -40,6 +40,6 @@ class ScriptedSession:
         turn = tuple(self._turns.pop(0))[:limit]
         self._tokens += turn
         self.mask += [True] * len(turn)
-        if turn[-1] in stop_token_ids:
+        if not turn or turn[-1] in stop_token_ids:
             return Generation(turn, "stop")
         return Generation(turn, "aborted" if self._aborts else "length")
