@@ -36,6 +36,10 @@ class TrajectoryError(MegatronFRError):
     """A trajectory is invalid; the queue refuses it and the run goes on."""
 
 
+class PromptTooLongError(TrajectoryError):
+    """A prompt leaves no token to sample; trying it again cannot help."""
+
+
 class EngineError(MegatronFRError):
     """An inference engine did not start, died, or gave an unusable answer."""
 

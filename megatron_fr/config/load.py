@@ -22,6 +22,7 @@ RENAMED = {
     "parallel.virtual_pipeline": "parallel.vpp",
     "parallel.context": "parallel.cp",
     "rollout.engine_tensor": "rollout.engine_tp",
+    "reward.max_consecutive_errors": "rollout.max_failure_rate",
     "rollout.runners": "rollout.max_concurrent_trajectories",
 }
 

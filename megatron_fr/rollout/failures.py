@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_fr.errors import AgentTimeoutError, RolloutEnded, TrajectoryError
+from megatron_fr.errors import AgentTimeoutError, PromptTooLongError, RolloutEnded
 from megatron_fr.observe.failures import FAILURES_FILE, append_failures, commonest
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ ENOUGH, ALL_FAILED = 32, 8
 
 def worth_retrying(error: Exception) -> bool:
     """Whether another attempt may go better: no prompt gets shorter, and a hanging agent has cost enough time."""
-    return not isinstance(error, TrajectoryError | AgentTimeoutError)
+    return not isinstance(error, PromptTooLongError | AgentTimeoutError)
 
 
 class FailedPrompts:

@@ -17,7 +17,7 @@ from megatron_fr.agents.rewards import RewardRunner
 from megatron_fr.config import RolloutConfig
 from megatron_fr.engines.client import Completion, EngineClient
 from megatron_fr.engines.fleet import Fleet
-from megatron_fr.errors import AgentTimeoutError, EngineError, TrajectoryError
+from megatron_fr.errors import AgentTimeoutError, EngineError, PromptTooLongError, TrajectoryError
 from megatron_fr.trajectory import NO_VERSION, ModelLimits, Timings, Trajectory
 
 # An engine that aborts again and again without producing a token will not produce one.
@@ -184,7 +184,8 @@ class EpisodeRunner:
             AgentTimeoutError: the agent took longer than ``timeout_s``; what it asked of the engine is given up.
             EngineError: the engine failed, or aborted the generation for good.
             RewardError: the reward function failed.
-            TrajectoryError: the prompt leaves no token to sample; trying again cannot help.
+            PromptTooLongError: the prompt leaves no token to sample.
+            TrajectoryError: the policy sampled no token all the same.
         """
         with self.fleet.borrow() as client:
             session = EngineSession(
@@ -207,11 +208,13 @@ class EpisodeRunner:
         if outcome.finish_reason == "aborted":
             raise EngineError(f"engine {client.url} aborted trajectory {trajectory_id} (prompt {prompt.id!r})")
         if session.num_action_tokens == 0:
-            why = f"{len(session.tokens)} prompt tokens leave nothing to sample in rollout.max_context="
-            why += f"{self.config.max_context}; raise it or remove the prompt"
+            name = f"trajectory {trajectory_id} (prompt {prompt.id!r})"
             if session.action_tokens_left > 0:
-                why = "the policy sampled no token"
-            raise TrajectoryError(f"trajectory {trajectory_id} (prompt {prompt.id!r}): {why}")
+                raise TrajectoryError(f"{name}: the policy sampled no token")
+            raise PromptTooLongError(
+                f"{name}: {len(session.tokens)} prompt tokens leave nothing to sample in rollout.max_context="
+                f"{self.config.max_context}; raise it or remove the prompt"
+            )
         said = (str(m.get("content") or "") for m in reversed(outcome.messages) if m.get("role") == "assistant")
         reward, parts = await self.rewards.score(
             RewardInput(

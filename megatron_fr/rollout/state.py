@@ -114,7 +114,7 @@ def decode_state(payload: bytes) -> RolloutState:
             trajectories = decode(archive["trajectories"].tobytes())
         count = int(head["num_ready"])
         counters, ready, partial = Counters(**head["counters"]), trajectories[:count], trajectories[count:]
-        return RolloutState(counters, head["unfinished"], head["prompts"], ready, partial, head["failed"])
+        return RolloutState(counters, head["unfinished"], head["prompts"], ready, partial, head.get("failed", {}))
     except Exception as error:  # on damaged bytes numpy, zipfile and json raise a dozen kinds
         raise CheckpointError(f"{len(payload)} bytes are no rollout state: {error}") from error
 

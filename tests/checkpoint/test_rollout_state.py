@@ -84,20 +84,22 @@ def test_over_kills_at_any_moment_each_prompt_is_used_exactly_once(group_size: i
 
 def test_a_state_survives_its_encoding_and_a_damaged_one_is_one_error(tmp_path: Path) -> None:
     async def take() -> RolloutState:
-        rollouts = Rollouts(config(), delay=seeded_delay(0))
+        run = config(output=tmp_path)
+        rollouts = Rollouts(run, delay=seeded_delay(0))
         rollouts.pool.start()
         await consume(rollouts, 1, [])
+        rollouts.training.failed.failed(PROMPTS[0].id, "no answer")
         state = rollouts.take_state(3)
         await rollouts.pool.stop()
+        rollouts = Rollouts(run, state)
+        assert rollouts.training.failed.reasons == {PROMPTS[0].id: "no answer"}
+        assert PROMPTS[0].id not in {next(rollouts.training.cursor).id for _ in range(2 * len(PROMPTS))}
         return state
 
     state = asyncio.run(take())
     again = decode_state(encode_state(state))
-    assert (again.counters, list(again.unfinished), again.prompts) == (
-        state.counters,
-        list(state.unfinished),
-        state.prompts,
-    )
+    assert (again.counters, again.prompts, again.failed) == (state.counters, state.prompts, state.failed)
+    assert list(again.unfinished) == list(state.unfinished)
     assert [t.id for t in again.ready] == [t.id for t in state.ready]
     assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(again.ready, state.ready, strict=True))
     assert json.dumps(dict(again.prompts))

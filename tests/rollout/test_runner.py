@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from megatron_fr.agents.contract import Prompt
-from megatron_fr.errors import AgentTimeoutError, EngineError, MegatronFRError, RewardError, TrajectoryError
+from megatron_fr.errors import (
+    AgentTimeoutError,
+    EngineError,
+    MegatronFRError,
+    PromptTooLongError,
+    RewardError,
+    TrajectoryError,
+)
 from megatron_fr.observe.failures import FAILURES_FILE, commonest, read_failures
 from megatron_fr.rollout import runner as runner_module
 from megatron_fr.rollout.cursor import PromptCursor
@@ -176,18 +183,20 @@ def test_a_group_that_cannot_complete_is_given_up_and_replaced() -> None:
     run(body)
 
 
-def test_what_the_queue_refuses_is_counted_and_not_tried_again() -> None:
+def test_what_is_invalid_is_counted_as_refused_and_tried_again_unless_the_prompt_is_too_long() -> None:
     async def body() -> None:
-        async def script(trajectory_id: str, _: str) -> None:
-            if trajectory_id == "000001":
-                raise TrajectoryError("nothing to sample")
+        async def script(trajectory_id: str, prompt_id: str) -> None:
+            if prompt_id == "p1":
+                raise PromptTooLongError("nothing to sample")
+            if trajectory_id == "000002":
+                raise TrajectoryError("a log-probability is not finite")
 
         bench = Bench(script, batch=3)
         bench.pool.start()
-        assert sorted(await bench.batch()) == ["000000", "000002", "000003"]
+        assert sorted(await bench.batch()) == ["000000", "000002-retry1", "000003"]
         await bench.pool.stop()
-        assert bench.pool.refused == 1
-        assert not [i for i in bench.episodes.names if "retry" in i]
+        assert bench.pool.refused == 2
+        assert [i for i in bench.episodes.names if "retry" in i] == ["000002-retry1"]
 
     run(body)
 
@@ -241,7 +250,11 @@ def test_the_run_ends_with_the_commonest_reason_when_too_many_prompts_fail() -> 
 
 
 def test_a_prompt_that_fails_for_good_is_set_aside_named_and_never_played_again(tmp_path: Path) -> None:
-    hopeless = {"p3": ValueError("no column 3"), "p17": AgentTimeoutError("too long"), "p29": TrajectoryError("full")}
+    hopeless = {
+        "p3": ValueError("no column 3"),
+        "p17": AgentTimeoutError("too long"),
+        "p29": PromptTooLongError("full"),
+    }
 
     async def body() -> Bench:
         async def script(_: str, prompt_id: str) -> None:
@@ -281,7 +294,7 @@ def test_reasons_that_differ_in_names_and_numbers_are_of_one_kind() -> None:
 def test_a_run_whose_prompts_were_all_set_aside_ends() -> None:
     async def body() -> None:
         async def script(*_: str) -> None:
-            raise TrajectoryError("too long")
+            raise PromptTooLongError("too long")
 
         bench = Bench(script, batch=4, runners=1, number=3)
         assert "3 of the last 3 prompts failed for good" in await fatal(bench)
