@@ -39,7 +39,7 @@ class Progress:
         """Print the line of one update, and new alarms below it."""
         alarms = [f"  ! {message}" for message in self._alarms.check(row)]
         if (failed := int(row.get("rollout/failed_prompts") or 0)) >= max(1, 2 * self._failed):
-            reasons = read_failures(self._folder).values() if self._folder is not None else ()
+            reasons = list(read_failures(self._folder).values()) if self._folder is not None else []
             named = f"; the commonest reason: {commonest(reasons)}" if reasons else ""
             alarms.append(f"  ! {failed} prompts failed and are set aside ({FAILURES_FILE}){named}")
             self._failed = failed

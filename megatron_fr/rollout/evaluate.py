@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from megatron_fr.rollout.failures import ALL_FAILED, MAX_ATTEMPTS, worth_retryin
 from megatron_fr.rollout.metrics import evaluation_metrics
 from megatron_fr.rollout.prompts import load_prompts
 from megatron_fr.rollout.session import EpisodeRunner
+from megatron_fr.rollout.watchdog import report_stuck, waits_for
 from megatron_fr.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
@@ -88,14 +90,24 @@ async def evaluate(
             raise RolloutEnded(f"evaluation {name!r}: the first {len(given_up)} prompts all failed; {failures[-1]}")
         return None
 
+    tasks: list[list[asyncio.Task[Trajectory | None]]] = []
+
+    def waiting() -> Counter[str]:
+        return Counter(waits_for(task) for of_prompt in tasks for task in of_prompt if not task.done())
+
+    watchdog = asyncio.create_task(
+        report_stuck(lambda: -waiting().total(), waiting, what=f"trajectory of evaluation {name!r}")
+    )
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [
+            tasks += [
                 [group.create_task(one(prompt, f"eval-{name}-{number:05d}-{k}")) for k in range(held_out.samples)]
                 for number, prompt in enumerate(held_out.prompts)
             ]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
+    finally:
+        watchdog.cancel()
     wanted = len(held_out.prompts) * held_out.samples
     scored = [[t for task in of_prompt if (t := task.result()) is not None] for of_prompt in tasks]
     if not any(scored):

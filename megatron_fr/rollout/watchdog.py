@@ -23,6 +23,7 @@ _PARTS = {
     "EngineSession.generate": "generation",
     "PythonToolAgent._answers": "tools",
     "RewardRunner.score": "the reward",
+    "Semaphore.acquire": "its turn",
 }
 #: Code that is nobody's fault: the standard library, installed packages, this package.
 _OTHERS = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib")), str(Path(__file__).parent.parent))
@@ -42,7 +43,9 @@ def waits_for(task: asyncio.Task[Any]) -> str:
     return f"agent code at {own[-1].f_code.co_filename}:{own[-1].f_lineno}" if own else "nothing"
 
 
-async def report_stuck(ended: Callable[[], int], waiting: Callable[[], Mapping[str, int]]) -> None:
+async def report_stuck(
+    ended: Callable[[], int], waiting: Callable[[], Mapping[str, int]], what: str = "trajectory"
+) -> None:
     """Log what trajectories under way wait for, whenever none has ended for a minute; never returns.
 
     Args:
@@ -56,7 +59,7 @@ async def report_stuck(ended: Callable[[], int], waiting: Callable[[], Mapping[s
             since = time.monotonic()
         elif parts := waiting():
             said = ", ".join(f"{number} wait for {part}" for part, number in parts.items())
-            log.warning("no trajectory has ended for %.0f s: %s", time.monotonic() - since, said)
+            log.warning("no %s has ended for %.0f s: %s", what, time.monotonic() - since, said)
 
 
 class EventLoopDelay:

@@ -132,6 +132,15 @@ def test_calls_run_side_by_side_with_the_runs_environment(monkeypatch: pytest.Mo
     scored(BY_TEXT, work)
 
 
+def test_calls_beside_crashing_ones_are_untouched() -> None:
+    async def work(runner: RewardRunner) -> list[Any]:
+        texts = ["die" if number % 4 == 0 else "x" for number in range(20)]
+        return await asyncio.gather(*(runner.score(episode(text)) for text in texts), return_exceptions=True)
+
+    got = scored(BY_TEXT, work)
+    assert [isinstance(answer, RewardError) for answer in got] == [number % 4 == 0 for number in range(20)]
+
+
 def test_a_worker_imports_the_function_once_and_is_replaced_when_it_dies_idle() -> None:
     async def work(runner: RewardRunner) -> None:
         first, second = [(await runner.score(episode("pid")))[1] for _ in range(2)]

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_fr.agents.contract import Prompt
 from megatron_fr.errors import AgentTimeoutError, EngineError, RolloutEnded
+from megatron_fr.rollout import watchdog
 from megatron_fr.rollout.evaluate import HeldOut, evaluate, evaluate_sets
 from megatron_fr.rollout.metrics import batch_metrics, evaluation_metrics
 from megatron_fr.trajectory import Timings, Trajectory
@@ -121,6 +122,20 @@ def test_an_evaluation_in_which_nothing_works_ends_after_a_few_prompts_and_a_tim
         run(episodes, [Prompt(f"p{i}", ()) for i in range(100)])
     assert set(episodes.attempts.values()) == {1}
     assert len(episodes.attempts) < 30
+
+
+def test_an_evaluation_that_stands_still_says_what_its_trajectories_wait_for(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(Episodes):
+        async def run(self, prompt: Prompt, **names: Any) -> Trajectory:
+            await asyncio.sleep(0.4)
+            return await super().run(prompt, **names)
+
+    monkeypatch.setattr(watchdog, "_STUCK_S", 0.1)
+    run(Slow(), PROMPTS[:2])
+    assert "no trajectory of evaluation 'x' has ended for 0 s: 3 wait for agent code at" in caplog.text
+    assert "1 wait for its turn" in caplog.text
 
 
 def test_batch_metrics_are_averages_of_the_batch() -> None:
