@@ -17,6 +17,7 @@ from megatron_fr.config import RunConfig
 from megatron_fr.errors import CheckpointError, ModelError
 from megatron_fr.hf.folder import copy_other_files
 from megatron_fr.runtime.collectives import from_rank_zero
+from megatron_fr.runtime.output_lock import lock_output
 
 
 class TrainingCheckpoints:
@@ -26,7 +27,7 @@ class TrainingCheckpoints:
         rollout_state: gives the rollout service's state; called on rank 0, between a commit and the next lease.
 
     Raises:
-        CheckpointError: another run writes to ``output``, or it cannot be written.
+        MegatronFRError: another run writes to ``output``, or it cannot be written.
     """
 
     def __init__(self, config: RunConfig, policy: Trained, rollout_state: Callable[[], bytes]) -> None:
@@ -57,7 +58,7 @@ class TrainingCheckpoints:
         update = self._saved_update
         for folder in from_rank_zero(lambda: store.set_newer_aside(self._config.output, update)):
             if dist.get_rank() == 0:
-                print(f"going on from update {update}: the later checkpoint there was is now {folder}", flush=True)
+                print(f"going on from update {update}: what there was of a later one is now {folder}", flush=True)
 
     def begin(self, *, update: int, version: int, score: float | None) -> None:
         """Copy the state and start writing, after the checkpoint before; does nothing where this update is saved.
@@ -96,7 +97,7 @@ class TrainingCheckpoints:
             self._lock.close()
 
     def _own_output(self) -> None:
-        self._lock = store.lock_output(self._config.output)
+        self._lock = lock_output(self._config.output, store.FOLDER)
         if self._lock is not None:  # else what is unfinished may be another run's
             store.remove_unfinished(self._config.output, lambda line: print(line, flush=True))
 

@@ -74,7 +74,7 @@ def take_state(rollouts: TrainingRollouts, version: int) -> RolloutState:
 def restore_state(rollouts: TrainingRollouts, state: RolloutState) -> None:
     """Go on from ``state``; nothing runs yet. Other prompts or another model than then are a CheckpointError."""
     then, now = state.prompts, rollouts.cursor.order
-    differing = (name for name in now if then.get(name) != now[name])
+    differing = (name for name in now if then.get(name, now[name]) != now[name])  # older versions saved less
     if changed := [f"{name}: {then.get(name)!r} then, {now[name]!r} now" for name in differing]:
         raise CheckpointError(
             f"the checkpoint was made with other prompts ({'; '.join(changed)}); restore data.train, seed and "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
 
@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from megatron_fr.checkpoint.store import read_record, set_aside
 from megatron_fr.checkpoint.training import TrainingCheckpoints
-from megatron_fr.config import RunConfig
-from megatron_fr.errors import CheckpointError, MegatronFRError, RolloutEnded, SyncError, UpdateError
+from megatron_fr.config import RunConfig, save_config
+from megatron_fr.errors import CheckpointError, MegatronFRError
 from megatron_fr.observe.metrics import MetricsWriter
 from megatron_fr.observe.progress import Progress
 from megatron_fr.runtime.collectives import from_rank_zero
@@ -48,7 +48,7 @@ def train(
     position = begin_anew(config.output, client) if resume is None else go_on_from(resume, client, checkpoints)
     if config.checkpoint.every == 0:
         _say("checkpoint.every=0: if this run is killed, the same command begins again")
-    with recorder(config) as record:
+    with recorder(config, position.update + (resume is not None)) as record:
         loop = TrainerLoop(
             config=config,
             position=position,
@@ -116,21 +116,29 @@ def weight_export(output: Path, write: Callable[[Path], None]) -> Callable[[int]
 
 
 @contextmanager
-def recorder(config: RunConfig) -> Iterator[Callable[[Mapping[str, float]], None]]:
-    """Yield what takes each update's metrics: on rank 0 it writes and prints them, elsewhere it does nothing."""
-    if dist.get_rank() != 0:
-        yield lambda metrics: None
-        return
+def recorder(config: RunConfig, first_update: int = 0) -> Iterator[Callable[[Mapping[str, float]], None]]:
+    """Write the run's configuration; yield what takes each update's metrics, which rank 0 writes and prints.
+
+    A collective, as each call is: every rank raises MegatronFRError where rank 0 cannot write.
+    """
     progress = Progress(config.train.num_updates, folder=Path(config.output))
-    with MetricsWriter(config.output) as writer:
-        yield lambda metrics: progress.update(writer.write(metrics))
+    with ExitStack() as stack:
+        writer: list[MetricsWriter] = []
+
+        def begin() -> None:
+            writer.append(stack.enter_context(MetricsWriter(config.output, first_update)))
+            save_config(config, config.output / "config.yaml")
+
+        from_rank_zero(begin)
+        yield lambda metrics: from_rank_zero(lambda: progress.update(writer[0].write(metrics)))
 
 
 def run_and_save(loop: TrainerLoop) -> Path:
     """Run the loop to its end or to a stop request, then save a checkpoint and the weights; their folder.
 
     Raises:
-        CheckpointError, RolloutEnded, SyncError, UpdateError: see :meth:`TrainerLoop.run`; weights were saved first.
+        MegatronFRError: see :meth:`TrainerLoop.run`, or the record or a model could not be written. What can be saved
+            was saved first, and what is lost was said.
     """
     position = loop.position
     try:
@@ -139,7 +147,7 @@ def run_and_save(loop: TrainerLoop) -> Path:
         except Shutdown:
             _say(f"asked to stop after update {position.update}: saving a checkpoint")
         loop.checkpoints.begin(update=position.update, version=position.version, score=position.score)
-    except (RolloutEnded, SyncError, UpdateError, CheckpointError):  # raised on every rank alike
+    except MegatronFRError:  # raised on every rank alike
         _rescue(loop)
         raise
     # The Hugging Face folder is written while the checkpoint's files are on their way to the disk.
@@ -153,15 +161,15 @@ def _rescue(loop: TrainerLoop) -> None:
     update = loop.position.update
     # No new training checkpoint: that needs the service, which may be gone.
     try:
-        if (newest := loop.checkpoints.finish()) is not None:
-            _say(f"the newest training checkpoint is {newest}")
+        newest = loop.checkpoints.finish()
+        _say(f"the newest training checkpoint is {newest}" if newest else "there is no training checkpoint yet")
     except MegatronFRError as error:
         _say(f"the training checkpoint could not be saved: {error}")
     try:
         if update:
             _say(f"saved the weights of update {update} in {loop.export(update)}")
     except MegatronFRError as error:
-        _say(f"the weights of update {update} could not be saved: {error}")
+        _say(f"the weights of update {update} are lost: they could not be saved: {error}")
 
 
 def _say(text: str) -> None:
