@@ -50,7 +50,7 @@ read -r python version <<<"$(find_python || true)"
 key=$({ cat "$constraints"; echo "$python $version ${extra:+$extra $transformer_engine}"; } | sha256sum | cut -c1-16)
 base=$root/$key
 mkdir -p "$root" || fail "cannot write to $root; set MEGATRON_FR_ENV_ROOT to a folder on a large disk"
-stamp=$({ echo "$base $checkout"; cat "$checkout/setup.py"; } | sha256sum | cut -c1-16)
+stamp=$({ echo "$base $checkout bwrap"; cat "$checkout/setup.py"; } | sha256sum | cut -c1-16)
 
 ready() { [[ -f $base/.complete && -x $venv/bin/python && "$(cat "$venv/.complete" 2>/dev/null)" == "$stamp" ]]; }
 
@@ -81,6 +81,21 @@ pip_install() {
     fail "pip failed (whole log: $log); without internet access, set PIP_INDEX_URL or PIP_FIND_LINKS to a mirror," \
       "or copy $base from a machine that has it"
   }
+}
+
+# bwrap isolates the Python tool: PATH's, else Debian's, unpacked without root. A machine without either still gets its
+# environment; runs that use the tool say then what is missing.
+install_bwrap() {
+  local unpacked=$root/bubblewrap.$$
+  [[ -x $base/bin/bwrap ]] || command -v bwrap >/dev/null && return
+  mkdir -p "$unpacked"
+  if (cd "$unpacked" && { apt-get download bubblewrap || { apt-get update && apt-get download bubblewrap; }; } &&
+    dpkg-deb -x bubblewrap_*.deb . && usr/bin/bwrap --version) >"$root/bwrap.log" 2>&1; then
+    install -m 755 "$unpacked/usr/bin/bwrap" "$base/bin/bwrap"
+  else
+    say "no bwrap, which the Python tool needs: install the package bubblewrap (log: $root/bwrap.log)"
+  fi
+  rm -rf "$unpacked"
 }
 
 install_checkout() {
@@ -116,6 +131,6 @@ if ! ready; then
   exec 9>"$root/lock"
   flock -n 9 || { say "waiting for another build under $root"; flock 9; }
   [[ -f $base/.complete ]] || install_base
-  ready || install_checkout
+  ready || { install_bwrap && install_checkout; }
 fi
 echo "$venv/bin/python"

@@ -12,6 +12,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=$(launch/env.sh)
 export OMP_NUM_THREADS=1
 
+# where its tool could not run isolated, say so before anything is made; agent.tool.sandbox=none is the way past it
+[[ " $* " == *" agent.tool.sandbox=none "* ]] || "$python" -m megatron_fr.sandbox.check
+
 # its folder is named after what makes it, so that checkouts with another recipe keep another model
 model=$("$python" -m tools.make_tiny_model)
 

@@ -17,7 +17,7 @@ esac
 
 # command:package; a tier below --all skips the tests that need a missing one
 if [[ $tier == all ]]; then
-  for needed in unshare:util-linux setpriv:util-linux mount:mount; do
+  for needed in unshare:util-linux setpriv:util-linux mount:mount bwrap:bubblewrap; do
     command -v "${needed%%:*}" >/dev/null && continue
     echo "installing ${needed##*:}: ${needed%%:*} is missing"
     apt-get update -qq && apt-get install -qq -y "${needed##*:}" ||

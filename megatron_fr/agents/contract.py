@@ -65,7 +65,7 @@ class Outcome:
 class Agent(Protocol):
     """Turns one prompt into one trajectory. Instances are shared by all runners, so they hold no per-prompt state.
 
-    A subclass takes ``(tokenizer, AgentConfig, **agent.args)``; it may leave :meth:`start` and :meth:`stop` out.
+    A subclass takes ``(tokenizer, AgentConfig, **agent.args)``; it may leave all but :meth:`rollout` out.
     """
 
     async def start(self) -> None:
@@ -76,6 +76,10 @@ class Agent(Protocol):
 
     async def stop(self) -> None:
         """End every process that :meth:`start` made."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Figures of the agent as a whole, for each update's row."""
+        return {}
 
 
 @dataclass(frozen=True)

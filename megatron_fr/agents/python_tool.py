@@ -9,9 +9,9 @@ from typing import Any
 
 from megatron_fr.agents.chat import Chat
 from megatron_fr.agents.contract import Agent, Outcome, Prompt, TokenSession
-from megatron_fr.agents.forkserver import ForkServer
 from megatron_fr.agents.tool_call import PYTHON_TOOL_NAME, PYTHON_TOOL_SCHEMA, ToolCall, ToolCallError, parse_tool_calls
 from megatron_fr.config import AgentConfig
+from megatron_fr.sandbox import Sandbox
 from megatron_fr.trajectory import FinishReason
 
 
@@ -44,13 +44,16 @@ class PythonToolAgent(Agent):
     def __init__(self, tokenizer: Any, config: AgentConfig) -> None:
         self._config = config
         self._chat = Chat(tokenizer, [PYTHON_TOOL_SCHEMA], config.chat_template_kwargs)
-        self._sandbox = ForkServer(isolate=True, require_network_isolation=config.tool.require_network_isolation)
+        self._sandbox = Sandbox(config.tool)
 
     async def start(self) -> None:
         await self._sandbox.start()
 
     async def stop(self) -> None:
         await self._sandbox.stop()
+
+    def metrics(self) -> Mapping[str, float]:
+        return {"tools/refused_total": float(self._sandbox.refused)}
 
     async def rollout(self, prompt: Prompt, session: TokenSession) -> Outcome:
         messages = _with_system_prompt(prompt.messages, self._config.system_prompt)
@@ -78,17 +81,17 @@ class PythonToolAgent(Agent):
             if session.action_tokens_left <= 0:
                 return outcome("length")
             started = time.monotonic()
-            responses = await self._answers(wanted)
+            responses = await self._answers(wanted, id(session))
             tools_s += time.monotonic() - started
             calls += len(responses)
             errors += sum(failed for _, failed in responses)
             messages += [{"role": "tool", "content": text} for text, _ in responses]
             session.observe(self._chat.observation([text for text, _ in responses]))
 
-    async def _answers(self, calls: Sequence[ToolCall | ToolCallError]) -> list[tuple[str, bool]]:
-        return await asyncio.gather(*map(self._answer, calls))
+    async def _answers(self, calls: Sequence[ToolCall | ToolCallError], owner: int) -> list[tuple[str, bool]]:
+        return await asyncio.gather(*(self._answer(call, owner) for call in calls))
 
-    async def _answer(self, call: ToolCall | ToolCallError) -> tuple[str, bool]:
+    async def _answer(self, call: ToolCall | ToolCallError, owner: int | None = None) -> tuple[str, bool]:
         """What the model sees, and whether the call failed."""
         if isinstance(call, ToolCallError):
             return f"Error: {call.reason}", True
@@ -97,7 +100,7 @@ class PythonToolAgent(Agent):
         code = call.arguments.get("code")
         if not isinstance(code, str):
             return f'Error: {PYTHON_TOOL_NAME} takes "code", a string', True
-        result = await self._sandbox.run_code(code, self._config.tool)
+        result = await self._sandbox.run_code(code, owner=owner)
         text = result.output.rstrip("\n")
         if result.error is not None and result.error not in text:
             text = f"{text}\n{result.error}" if text else result.error

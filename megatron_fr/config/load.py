@@ -23,6 +23,7 @@ RENAMED = {
     "parallel.context": "parallel.cp",
     "rollout.engine_tensor": "rollout.engine_tp",
     "reward.max_consecutive_errors": "rollout.max_failure_rate",
+    "agent.tool.require_network_isolation": "agent.tool.sandbox (bwrap or none)",
     "rollout.runners": "rollout.max_concurrent_trajectories",
 }
 

@@ -233,7 +233,12 @@ class ToolLimits(Section):
     timeout_s: float = Field(10.0, gt=0, description="seconds that one tool call may take")
     memory_mb: int = Field(512, ge=16, description="address space of one tool call, in MiB")
     output_chars: int = Field(4096, ge=16, description="characters that the model sees; the rest is cut, with a note")
-    require_network_isolation: bool = Field(True, description="refuse to start where tools can reach the network")
+    sandbox: Literal["bwrap", "none"] = Field("bwrap", description="none: run code unprotected, as the run's user")
+    read_only_paths: list[Path] = Field(
+        [Path("/bin/sh"), Path("/bin/echo"), Path("/usr/share/zoneinfo")],
+        description="what tools may read beside Python, numpy and sympy; nothing else exists for them",
+    )
+    max_refusals: int = Field(16, ge=1, description="calls in a row that the sandbox may fail to run; more end the run")
 
 
 class AgentConfig(Section):

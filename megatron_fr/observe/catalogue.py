@@ -14,6 +14,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "reward/*": ("reward", "mean of a named part of the reward, over the trajectories that have it"),
     "tools/calls": ("calls", "tool calls in one trajectory, mean"),
     "tools/errors": ("calls", "failed tool calls in one trajectory, mean"),
+    "tools/refused_total": ("calls", "tool calls that the sandbox itself failed to run since the service started"),
     "trajectory/truncated": ("share", "trajectories cut off by a token limit"),
     "trajectory/turns": ("turns", "assistant turns in one trajectory, mean"),
     "trajectory/tokens_p50": ("tokens", "tokens of a trajectory, prompt and tool output included: median"),

@@ -140,6 +140,8 @@ class Alarms:
         self._watches = [
             _Watch("tools/calls", "tool calls fell to {mean:.2f} a trajectory from {first:.2f}",
                    lambda mean, best: best > 0.1 and mean < best / 4, against_highest=True),
+            _Watch("tools/refused_total", "the tool sandbox fails to run calls: {mean:.0f} yet; see logs/rollout.log",
+                   lambda mean, first: mean > first),
             _Watch("policy/entropy", "entropy fell to {mean:.3g} from {first:.3g}: the policy stops exploring",
                    lambda mean, first: mean < first / 10),
             _Watch("policy/train_rollout_logprob_diff",

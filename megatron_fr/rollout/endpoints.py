@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ class Endpoints:
     evaluate: Callable[..., Awaitable[tuple[dict[str, float], int]]] | None  # takes ``name``; None: nothing held out
     event_loop_delay: EventLoopDelay
     failure: asyncio.Future[MegatronFRError]  # done with the reason once the run cannot go on
+    agent_metrics: Callable[[], Mapping[str, float]] = dict
     training: bool = True  # whether ``POST /start`` starts rollouts
     version: int = 0  # of the weights that the trainer has reached
     _leased_at: float = field(default_factory=time.monotonic, init=False)
@@ -108,17 +109,21 @@ class Endpoints:
 
     def _leased(self, batch: LeasedBatch) -> dict[str, Any]:
         now, tokens = time.monotonic(), self.fleet.tokens_generated
-        metrics = batch_metrics(batch.trajectories, batch.lags) | {
-            "rollout/tokens_per_s": (tokens - self._tokens_at_last_lease) / max(1e-6, now - self._leased_at),
-            "rollout/in_flight": float(self.rollouts.pool.in_flight),
-            "rollout/queued": float(self.rollouts.queue.queued),
-            "rollout/dropped_total": float(self.rollouts.gate.dropped),
-            "rollout/failed_total": float(self.rollouts.gate.failed),
-            "rollout/refused_total": float(self.rollouts.pool.refused),
-            "rollout/failure_rate": self.rollouts.failed.rate,
-            "rollout/failed_prompts": float(len(self.rollouts.failed.reasons)),
-            "rollout/event_loop_delay_ms": self.event_loop_delay.take_worst_ms(),
-        }
+        metrics = (
+            batch_metrics(batch.trajectories, batch.lags)
+            | self.agent_metrics()
+            | {
+                "rollout/tokens_per_s": (tokens - self._tokens_at_last_lease) / max(1e-6, now - self._leased_at),
+                "rollout/in_flight": float(self.rollouts.pool.in_flight),
+                "rollout/queued": float(self.rollouts.queue.queued),
+                "rollout/dropped_total": float(self.rollouts.gate.dropped),
+                "rollout/failed_total": float(self.rollouts.gate.failed),
+                "rollout/refused_total": float(self.rollouts.pool.refused),
+                "rollout/failure_rate": self.rollouts.failed.rate,
+                "rollout/failed_prompts": float(len(self.rollouts.failed.reasons)),
+                "rollout/event_loop_delay_ms": self.event_loop_delay.take_worst_ms(),
+            }
+        )
         self._leased_at, self._tokens_at_last_lease = now, tokens
         items = [
             {name: getattr(t, name) for name in _LEASED_FIELDS} | {"num_tokens": len(t), "lag": lag}

@@ -62,7 +62,8 @@ async def evaluate(
     These trajectories reach neither the queue nor the gate, so that none of them is trained on.
 
     Raises:
-        RolloutEnded: no trajectory could be scored, or none of the first few prompts; carries the last failure.
+        RolloutEnded: the tool sandbox fails, no trajectory could be scored, or none of the first few prompts; carries
+            the last failure.
     """
     slots = asyncio.Semaphore(concurrency)
     failures: list[str] = []
@@ -78,6 +79,8 @@ async def evaluate(
                     )
                     played.add(prompt.id)
                     return trajectory
+                except RolloutEnded:
+                    raise
                 except Exception as error:  # an agent is the user's code; one bad rollout must not end the others
                     if not isinstance(error, MegatronFRError):
                         log.exception("trajectory %s: unexpected error in the agent", identity)

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_fr.agents.contract import Prompt
 from megatron_fr.config import RunConfig
-from megatron_fr.errors import MegatronFRError, TrajectoryError
+from megatron_fr.errors import MegatronFRError, RolloutEnded, TrajectoryError
 from megatron_fr.rollout.cursor import PromptCursor
 from megatron_fr.rollout.failures import MAX_ATTEMPTS, FailedPrompts, worth_retrying
 from megatron_fr.rollout.queue import TrajectoryQueue
@@ -163,6 +163,8 @@ class RunnerPool:
                 self.wake()
                 return
             self._queue.put(trajectory)
+        except RolloutEnded:
+            raise
         except TrajectoryError as error:
             self.refused += 1
             self._failed(member, trajectory_id, error)

@@ -125,6 +125,7 @@ class RolloutService:
             evaluate=evaluate if held_out else None,
             event_loop_delay=delay,
             failure=self.failure,
+            agent_metrics=agent.metrics,
             training=self._training,
             version=restored.counters.version if restored is not None else 0,
         )

@@ -53,7 +53,7 @@ def test_a_killed_trainer_goes_on_with_the_same_command_and_the_engines_get_its_
                     "max_new_tokens": 32,
                     "max_policy_lag": 2,
                 },
-                "agent": {"kind": "python_tool", "max_turns": 2, "tool": {"require_network_isolation": False}},
+                "agent": {"kind": "python_tool", "max_turns": 2, "tool": {"sandbox": "none"}},
                 "reward": {"function": "megatron_fr.agents.arithmetic:exact_answer"},
                 "data": {"train": str(tmp_path / "train.jsonl")},
                 "sync": {"probe_tokens": 8, "max_probe_difference": 0.01},

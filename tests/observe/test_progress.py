@@ -90,6 +90,7 @@ def test_prompts_set_aside_are_said_with_the_commonest_reason_and_again_at_twice
         ("policy/train_rollout_logprob_diff", 0.004, 0.2, "drift apart"),
         ("trust_region/admitted", 0.99, 0.2, "of the trajectories pass"),
         ("trajectory/truncated", 0.1, 0.8, "are cut off"),
+        ("tools/refused_total", 0, 3, "the tool sandbox fails to run calls"),
         ("rollout/routes_missing", 0, 3, "trajectories a batch have no usable routes"),
         ("tools/calls", 3.0, 0.0, "tool calls fell"),
         ("rollout/failure_rate", 0.02, 0.3, "of the prompts fail for good"),

@@ -105,7 +105,7 @@ def config(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path
         "model": {"path": str(models[0]), "dtype": "float32"},
         "train": {"num_updates": 4, "batch_size": BATCH},
         "rollout": {"max_concurrent_trajectories": 12, "max_context": 512, "max_new_tokens": 64, "max_policy_lag": LAG},
-        "agent": {"kind": "python_tool", "max_turns": 3, "tool": {"require_network_isolation": False}},
+        "agent": {"kind": "python_tool", "max_turns": 3, "tool": {"sandbox": "none"}},
         "reward": {"function": "megatron_fr.agents.arithmetic:exact_answer"},
         "data": {"train": str(folder / "train.jsonl")},
         "evaluation": {
