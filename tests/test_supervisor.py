@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from megatron_fr.checkpoint.fixed import run_settings
+from megatron_fr.checkpoint.store import RunRecord, complete, work_folder
 from megatron_fr.cli.train import Child, Supervisor, raise_failure
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import MegatronFRError
+from megatron_fr.runtime.console import say_what_is_awaited
 from tests.support.small_disk import SmallDisk
 
 
@@ -101,6 +105,28 @@ def test_a_failing_start_leaves_a_finished_run_as_it_was_and_its_reason_comes_la
     assert said.err.splitlines()[-1].startswith("error: model.path=")
     assert "Results in" not in said.out
     assert {name: (tmp_path / name).read_text() for name in record} == record
+
+
+def test_a_changed_setting_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = run_config(tmp_path)
+    settings = run_settings(config) | {"train.batch_size": 64, "model.layers": 2}
+    complete(work_folder(tmp_path, 3), RunRecord(3, 3, fixed=settings))
+    assert Supervisor(config).run() == 1
+    error = capsys.readouterr().err
+    assert "is of another run (train.batch_size: 64 then, 128 now); undo the change" in error
+    assert not (tmp_path / "logs" / "rollout.log").exists()
+
+
+def test_a_wait_says_what_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with say_what_is_awaited(lambda: "rank 3", every_s=0.05):
+        time.sleep(0.3)
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) > 2
+    assert said[0] == "waiting for rank 3; 0 s so far"
+    time.sleep(0.2)
+    assert capsys.readouterr().out == ""
 
 
 def test_nothing_slow_is_imported_before_the_service_starts() -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 
+from megatron_fr.checkpoint.fixed import check_unchanged, run_settings
 from megatron_fr.checkpoint.store import ROLLOUT_FILE, all_checkpoints, newest_usable
 from megatron_fr.config import RunConfig, save_config
 from megatron_fr.errors import MegatronFRError
@@ -165,6 +166,7 @@ class Supervisor:
     def _run(self) -> None:
         resume = newest_usable(self._output) if self._config.checkpoint.resume == "auto" else None
         if resume is not None:
+            check_unchanged(resume, run_settings(self._config))
             print(f"going on from {resume}; checkpoint.resume=never starts anew", flush=True)
         elif self._recorded:
             print(f"{self._output} has the record of an earlier run; this one begins again at update 0", flush=True)

@@ -16,7 +16,7 @@ from megatron_fr.config import RunConfig, save_config
 from megatron_fr.errors import CheckpointError, MegatronFRError
 from megatron_fr.observe.metrics import MetricsWriter
 from megatron_fr.observe.progress import Progress
-from megatron_fr.runtime.collectives import from_rank_zero
+from megatron_fr.runtime.collectives import from_rank_zero, waiting_for
 from megatron_fr.runtime.device import Device
 from megatron_fr.trainer.data.client import RolloutClient
 from megatron_fr.trainer.data.loader import BatchLoader, Shutdown
@@ -38,14 +38,16 @@ def train(
     Raises:
         MegatronFRError: the trainer cannot be built, or see :func:`run_and_save`.
     """
-    policy = build_policy(config, device)
+    with waiting_for("the model to be built and its weights to be read"):
+        policy = build_policy(config, device)
     client = RolloutClient(service_url)
     loader = BatchLoader(config, policy, client, device.torch_device, stop)
     # Engines on other machines need an address that they can reach; on one machine the loopback is enough.
     host = config.rollout.host if info.master_addr in ("127.0.0.1", "localhost") else socket.gethostname()
     sync = WeightSync(config, device, policy, loader, client, host)
     checkpoints = TrainingCheckpoints(config, policy, client.state)
-    position = begin_anew(config.output, client) if resume is None else go_on_from(resume, client, checkpoints)
+    with waiting_for(f"checkpoint {resume} to be read"):
+        position = begin_anew(config.output, client) if resume is None else go_on_from(resume, client, checkpoints)
     if config.checkpoint.every == 0:
         _say("checkpoint.every=0: if this run is killed, the same command begins again")
     with recorder(config, position.update + (resume is not None)) as record:
@@ -151,8 +153,9 @@ def run_and_save(loop: TrainerLoop) -> Path:
         _rescue(loop)
         raise
     # The Hugging Face folder is written while the checkpoint's files are on their way to the disk.
-    folder = loop.export(position.update)
-    loop.checkpoints.finish()
+    with waiting_for("the weights and the last training checkpoint to be written"):
+        folder = loop.export(position.update)
+        loop.checkpoints.finish()
     return folder
 
 
