@@ -64,7 +64,11 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         try:
             while line:
                 line = line[self._file.write(line) :]
-            self.path.stat()  # else the open file takes rows that nobody will find
+            self.path.stat()
+        except FileNotFoundError as error:  # the open file would take rows that nobody finds
+            raise MegatronFRError(
+                f"{self.path} was deleted while the run wrote to it; set output to a folder that stays"
+            ) from error
         except OSError as error:
             raise _unwritable(self.path, error) from error
         try:
