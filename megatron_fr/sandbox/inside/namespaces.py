@@ -14,7 +14,7 @@ _MS_RDONLY, _MS_NOSUID, _MS_NODEV = 0x1, 0x2, 0x4
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _NEW = os.CLONE_NEWUSER | os.CLONE_NEWPID | os.CLONE_NEWNS | os.CLONE_NEWIPC | os.CLONE_NEWNET
 #: Sizes in MiB of the file systems in memory that a call may write to.
-WRITABLE = {"/tmp": 128, "/dev/shm": 64}
+WRITABLE = {"/scratch": 128, "/dev/shm": 64}
 
 libc = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock, which a raw clone must not lose
 
