@@ -102,7 +102,7 @@ install_checkout() {
   say "installing this checkout into $venv"
   rm -rf "$venv"
   "$python" -m venv --without-pip "$venv"
-  local packages=lib/python3.12/site-packages script name
+  local packages=lib/python3.12/site-packages script name first
   # addsitedir, not a plain path: the base's own .pth files count too
   echo "import site; site.addsitedir('$base/$packages')" >"$venv/$packages/megatron_fr_base.pth"
   "$venv/bin/python" -m pip install --quiet --no-deps --no-build-isolation --editable "$checkout" >&2 ||
@@ -110,11 +110,18 @@ install_checkout() {
   for script in "$base"/bin/*; do
     name=$(basename "$script")
     case $name in activate* | Activate* | pip* | python*) continue ;; esac
-    if [[ ! -L $script && "$(head -c 256 "$script" | head -n 1 | tr -d '\0')" == "#!$base/bin/python"* ]]; then
-      sed "1s|^#!$base|#!$venv|" "$script" >"$venv/bin/$name" && chmod +x "$venv/bin/$name"
-    else
-      ln -s "$script" "$venv/bin/$name"
-    fi
+    # pip names the interpreter in line 1, or in line 2 behind a shell's exec where a #! line could not hold it
+    case $(head -n 2 "$script" | tr -d '\0') in
+      "#!$base/bin/python"*) first=2 ;;
+      "#!/bin/sh"*exec*"$base/bin/python"*) first=4 ;;
+      *) ln -s "$script" "$venv/bin/$name" && continue ;;
+    esac
+    # always a shell's exec: the kernel takes no space in a #! line, and only 127 or 255 bytes
+    {
+      printf "#!/bin/sh\n'''exec' \"%s\" \"\$0\" \"\$@\"\n' '''\n" "$venv/bin/python"
+      tail -n "+$first" "$script"
+    } >"$venv/bin/$name"
+    chmod +x "$venv/bin/$name"
   done
   echo "$stamp" >"$venv/.complete"
 }

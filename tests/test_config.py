@@ -94,6 +94,14 @@ def test_a_typo_is_an_error_that_names_the_field_meant(load, override, remedy):
         ),
         (["parallel.world_size=6", "parallel.tp=4"], "not a multiple of tp x pp x cp = 4"),
         (["parallel.world_size=2", "parallel.ep=4"], "not a multiple of ep x etp x pp = 4"),
+        (
+            ["train.batch_size=1"],
+            "train.batch_size=1: rewards of a batch of one are all equal, so no update would step",
+        ),
+        (
+            ["train.batch_size=1", "train.skip_without_signal=false", "algorithm.advantage=leave_one_out"],
+            "train.batch_size=1 with algorithm.advantage='leave_one_out': compares a reward with itself",
+        ),
         (["parallel.world_size=32"], "train.batch_size=16 gives some of the 32 data-parallel ranks no trajectory"),
     ],
 )

@@ -12,7 +12,6 @@ life, so an unfinished folder beside it is of a killed run.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -20,12 +19,14 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from megatron_fr.errors import CheckpointError, UnreadableCheckpointError
 from megatron_fr.hf.atomic import sync_path
 
 FOLDER = "training_state"
+#: Folder of the Hugging Face folders that a run writes.
+MODELS = "checkpoints"
 MANIFEST_FILE = "manifest.json"
 RUN_FILE = "run.json"
 ROLLOUT_FILE = "rollout.state"
@@ -137,30 +138,6 @@ def find_resumed(output: Path, given: str) -> Path | None:
     return Path(given)
 
 
-def lock_output(output: Path) -> IO[str] | None:
-    """Lock a run's training checkpoints until the file is closed; None on a file system without locks.
-
-    Raises:
-        CheckpointError: another process holds the lock, or ``output`` cannot be written.
-    """
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        file = (output / f"{FOLDER}.lock").open("w")
-    except OSError as error:
-        raise unwritable(output / FOLDER, error) from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise CheckpointError(
-            f"{output / FOLDER} is being written by another run; give each run its own output"
-        ) from error
-    except OSError:
-        file.close()
-        return None
-    return file
-
-
 def remove_unfinished(output: Path, say: Callable[[str], None] = print) -> None:
     """Delete the unfinished folders of killed runs. The caller holds the lock."""
     for left in _matching(output, _WORK) + _matching(output, _DELETED):
@@ -203,9 +180,10 @@ def complete(work: Path, record: RunRecord, written: Mapping[str, int] | None = 
 
 
 def set_newer_aside(output: Path, update: int) -> list[Path]:
-    """Rename the checkpoints after ``update``, or raise CheckpointError; returns their new paths."""
+    """Rename the checkpoints and Hugging Face folders after ``update``, or raise CheckpointError; their new paths."""
     try:
-        return [_rename_aside(f, "abandoned") for f in all_checkpoints(output) if _update_of(f) > update]
+        folders = [*all_checkpoints(output), *_matching(output, "", MODELS)]
+        return [_rename_aside(folder, "abandoned") for folder in folders if _update_of(folder) > update]
     except OSError as error:
         raise CheckpointError(
             f"{error.filename}: checkpoints after update {update}, which this run goes on from, have to be renamed and "
@@ -268,13 +246,13 @@ def unwritable(folder: Path, error: Exception) -> CheckpointError:
     )
 
 
-def _matching(output: Path, suffix: str) -> list[Path]:
-    root, name = output / FOLDER, re.compile(rf"update-\d{{6,}}{re.escape(suffix)}")
+def _matching(output: Path, suffix: str, parent: str = FOLDER) -> list[Path]:
+    root, name = output / parent, re.compile(rf"update-\d{{6,}}{re.escape(suffix)}")
     try:
         return sorted(p for p in root.iterdir() if name.fullmatch(p.name) and p.is_dir()) if root.is_dir() else []
     except OSError as error:
         raise CheckpointError(
-            f"training checkpoints in {root} cannot be listed ({error.strerror}): mend the access to that folder, or "
+            f"checkpoints in {root} cannot be listed ({error.strerror}): mend the access to that folder, or "
             "start anew in another output"
         ) from error
 

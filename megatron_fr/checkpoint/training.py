@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,12 +10,14 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_fr.checkpoint import io, store
+from megatron_fr.checkpoint.fixed import check_unchanged, model_settings, run_settings
 from megatron_fr.checkpoint.state import Trained
 from megatron_fr.checkpoint.store import RunRecord
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import CheckpointError, ModelError
 from megatron_fr.hf.folder import copy_other_files
 from megatron_fr.runtime.collectives import from_rank_zero
+from megatron_fr.runtime.output_lock import lock_output
 
 
 class TrainingCheckpoints:
@@ -26,7 +27,7 @@ class TrainingCheckpoints:
         rollout_state: gives the rollout service's state; called on rank 0, between a commit and the next lease.
 
     Raises:
-        CheckpointError: another run writes to ``output``, or it cannot be written.
+        MegatronFRError: another run writes to ``output``, or it cannot be written.
     """
 
     def __init__(self, config: RunConfig, policy: Trained, rollout_state: Callable[[], bytes]) -> None:
@@ -34,7 +35,7 @@ class TrainingCheckpoints:
         self._policy = policy
         self._rollout_state = rollout_state
         self._writer = io.BackgroundWriter()
-        self._fixed = _fixed(config, policy)
+        self._fixed = run_settings(config) | model_settings(policy.spec.identity(), policy.source)
         self._pending: tuple[Path, RunRecord] | None = None
         self._newest: Path | None = None
         self._saved_update = -1
@@ -47,7 +48,7 @@ class TrainingCheckpoints:
         Raises:
             CheckpointError: a tensor is damaged, or the folder is of a run with another model or batch size.
         """
-        record = from_rank_zero(lambda: self._record_of(folder))
+        record = from_rank_zero(lambda: check_unchanged(folder, self._fixed))
         io.read(folder, self._policy, record.trainer)
         self._newest, self._saved_update = folder, record.update
         return record
@@ -57,7 +58,7 @@ class TrainingCheckpoints:
         update = self._saved_update
         for folder in from_rank_zero(lambda: store.set_newer_aside(self._config.output, update)):
             if dist.get_rank() == 0:
-                print(f"going on from update {update}: the later checkpoint there was is now {folder}", flush=True)
+                print(f"going on from update {update}: what there was of a later one is now {folder}", flush=True)
 
     def begin(self, *, update: int, version: int, score: float | None) -> None:
         """Copy the state and start writing, after the checkpoint before; does nothing where this update is saved.
@@ -96,7 +97,7 @@ class TrainingCheckpoints:
             self._lock.close()
 
     def _own_output(self) -> None:
-        self._lock = store.lock_output(self._config.output)
+        self._lock = lock_output(self._config.output, store.FOLDER)
         if self._lock is not None:  # else what is unfinished may be another run's
             store.remove_unfinished(self._config.output, lambda line: print(line, flush=True))
 
@@ -121,37 +122,8 @@ class TrainingCheckpoints:
             print(f"checkpoint {final} is complete; older one {line}", flush=True)
         return final
 
-    def _record_of(self, folder: Path) -> RunRecord:
-        """Refuse another model, batch size and the like; what an older version did not save is not compared."""
-        record = store.read_record(folder)
-        changes = [
-            f"{name}: {record.fixed[name]!r} then, {value!r} now"
-            for name, value in self._fixed.items()
-            if record.fixed.get(name, value) != value
-        ]
-        if changes:
-            raise CheckpointError(
-                f"checkpoint {folder} is of another run ({'; '.join(changes)}); undo the change, choose another output "
-                "folder, or start anew with checkpoint.resume=never"
-            )
-        return record
-
 
 def _discard(folder: Path, error: Exception) -> CheckpointError:
     """Delete the unfinished folder of a checkpoint; returns the error to raise."""
     shutil.rmtree(folder.with_suffix(".tmp"), ignore_errors=True)
     return store.unwritable(folder.with_suffix(""), error)
-
-
-def _fixed(config: RunConfig, policy: Trained) -> dict[str, Any]:
-    """Settings that decide the tensors' shapes and meaning, the tokens, and what the counters count."""
-    tokenizer = policy.source / "tokenizer.json"
-    return {
-        **{f"model.{name}": value for name, value in policy.spec.identity().items()},
-        "model.tokenizer.json": hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else None,
-        "model.dtype": config.model.dtype,
-        "algorithm.name": config.algorithm.name,
-        "algorithm.group_size": config.algorithm.group_size,
-        "train.batch_size": config.train.batch_size,
-        "rollout.temperature": config.rollout.temperature,  # waiting trajectories were sampled at it
-    }

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from megatron_fr import __version__
 from megatron_fr.errors import MegatronFRError
+from megatron_fr.runtime.console import print_any_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.add_argument("run_dir", help="the run's output folder")
     commands.add_parser("doctor", help="check this machine and environment")
     arguments = parser.parse_args(argv)
+    print_any_text()
     try:
         # Imported where needed: a report must not wait for torch and SGLang.
         if arguments.command == "report":

@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from megatron_fr.checkpoint.store import ROLLOUT_FILE, newest_usable
+from megatron_fr.checkpoint.fixed import check_unchanged, run_settings
+from megatron_fr.checkpoint.store import ROLLOUT_FILE, all_checkpoints, newest_usable
 from megatron_fr.config import RunConfig, save_config
 from megatron_fr.errors import MegatronFRError
 from megatron_fr.observe.metrics import METRICS_FILE
+from megatron_fr.runtime.console import say_what_is_awaited
+from megatron_fr.runtime.output_lock import lock_output, unwritable_output
 from megatron_fr.runtime.ports import lease_free_port
 from megatron_fr.runtime.spawn import tied_to_us
 
@@ -33,40 +38,53 @@ _SERVICE_GRACE_S = 3.0
 _SERVICE_REPORT_S = 2.0
 
 
-@dataclass(frozen=True)
-class Child:
-    """A process of the run, and the byte at which this run's part of its log begins."""
+#: What Python and torch warn of, with the line of source below it: never why a process ended.
+_WARNING = re.compile(r"^(\S.*:\d+: \w*Warning: .*|(\[rank\d+\]:)?\[W\d.*)\n?(?:  .*\n?)?", re.MULTILINE)
 
-    name: str
-    process: subprocess.Popen[bytes]
-    log: Path
-    log_start: int
+
+class Child:
+    """A process of the run.
+
+    A thread copies its output to ``log`` and keeps the last lines: the log's disk may be full, or its folder deleted.
+    """
+
+    def __init__(self, name: str, log: Path, process: subprocess.Popen[bytes]) -> None:
+        self.name, self.log, self.process = name, log, process
+        self._last: deque[str] = deque(maxlen=400)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     @classmethod
     def spawn(
         cls, name: str, log: Path, arguments: Sequence[str], environment: Mapping[str, str], share_stdout: bool = False
     ) -> Child:
-        """Start Python in a session of its own; it dies with this process and appends its output to ``log``."""
-        with log.open("ab") as file:
-            start = file.tell()
-            process = subprocess.Popen(
-                tied_to_us([sys.executable, "-u", *arguments]), stdin=subprocess.DEVNULL,
-                stdout=None if share_stdout else file, stderr=file, start_new_session=True,
-                env={"OMP_NUM_THREADS": "1", **os.environ, **environment},
-            )  # fmt: skip
-        return cls(name, process, log, start)
+        """Start Python in a session of its own; it dies with this process. ``share_stdout`` logs stderr alone."""
+        output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(
+            tied_to_us([sys.executable, "-u", *arguments]), stdin=subprocess.DEVNULL, start_new_session=True,
+            env={"OMP_NUM_THREADS": "1", **os.environ, **environment},
+            **({"stderr": subprocess.PIPE} if share_stdout else output),
+        )  # fmt: skip
+        return cls(name, log, process)
 
     def error(self) -> str | None:
-        """Find the last ``error:`` line of its log, with the lines that follow."""
-        _, found, text = "\n".join(["", *self._lines()]).rpartition("\nerror: ")
+        """Find the last ``error:`` line of its output, with the lines that follow."""
+        _, found, text = "\n".join(["", *self._last]).rpartition("\nerror: ")
         return text if found else None
 
     def reason(self) -> str:
         """Say why the ended process ended: its own error, or exit code or signal and its last lines."""
         code = self.process.wait()
-        ended = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-        last = "\n".join(self._lines()[-15:])
-        return self.error() or f"{self.name} ended with {ended}; last lines of {self.log}:\n{last}"
+        self._reader.join(1.0)  # a descendant may hold the pipe open
+        ended = f"{self.name} ended with " + (
+            f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        )
+        last = _WARNING.sub("", "\n".join(self._last)).splitlines()[-15:]
+        return self.error() or "\n".join([f"{ended}; last lines of {self.log}:", *last] if last else [ended])
+
+    def last_line(self) -> str:
+        """The last line of its output, without the time and level of Python's logging."""
+        return re.sub(r"^[\d :,-]+[A-Z]+ ", "", self._last[-1])[:200] if self._last else "nothing said yet"
 
     def kill_tree(self) -> None:
         """Kill the process and its descendants, and wait for them."""
@@ -81,15 +99,28 @@ class Child:
             return [*root.children(recursive=True), root]
         return []
 
-    def _lines(self) -> list[str]:
-        return self.log.read_bytes()[self.log_start :].decode(errors="replace").splitlines()
+    def _read(self) -> None:
+        pipe = self.process.stdout or self.process.stderr
+        assert pipe is not None
+        with contextlib.ExitStack() as stack:
+            log = None
+            with contextlib.suppress(OSError):
+                log = stack.enter_context(self.log.open("ab", buffering=0))
+            for line in pipe:
+                self._last.append(line.decode(errors="replace").rstrip("\n"))
+                with contextlib.suppress(OSError):  # the last lines are kept all the same
+                    if log is not None:
+                        log.write(line)
 
 
 class Supervisor:
     """Runs ``config`` from start to end; use it once, in the main thread.
 
+    Until the trainer has its model and opens the record, nothing of an earlier run in the output folder is touched but
+    its lock and ``logs``.
+
     Raises:
-        MegatronFRError: the output folder cannot be written to.
+        MegatronFRError: the output folder cannot be written to, or another run is writing to it.
         ConfigError: there are too few GPUs for trainer and engines.
     """
 
@@ -97,16 +128,16 @@ class Supervisor:
         self._config = config
         self._output = config.output.resolve()
         self._logs = self._output / "logs"
-        self._config_file = str(self._output / "config.yaml")
+        self._config_file = str(self._logs / "config.yaml")
         self._url_file = self._output / "service.url"
+        self._rank_gpus, self._engine_gpus = _gpu_environments(config)
+        self._lock = lock_output(self._output, "run")
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
-            save_config(config.model_copy(update={"output": self._output}), self._config_file)
         except OSError as error:
-            raise MegatronFRError(
-                f"output={str(config.output)!r}: {error.strerror}; free space or choose another folder"
-            ) from error
-        self._rank_gpus, self._engine_gpus = _gpu_environments(config)
+            raise unwritable_output(self._output, error) from error
+        save_config(config.model_copy(update={"output": self._output}), self._config_file)
+        self._recorded = self._record_size()
         self._signals = 0
         self._service: Child | None = None
         self._ranks: list[Child] = []
@@ -114,39 +145,49 @@ class Supervisor:
     def run(self) -> int:
         """Train; returns the exit status: 0 at the end, 130 after an interruption, 1 after a failure."""
         previous = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+        failure: MegatronFRError | None = None
         try:
-            status = self._run()
+            self._run()
         except MegatronFRError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            status = 1
+            failure = error
         finally:
             self._end_everything()
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        self._report()
-        return 130 if self._signals and status == 0 else status
+        if self._record_size() != self._recorded:  # else the record is of an earlier run
+            self._report()
+        if self._lock is not None:
+            self._lock.close()
+        if failure is not None:
+            print(f"error: {failure}", file=sys.stderr, flush=True)  # last, where a person looks first
+            return 1
+        return 130 if self._signals else 0
 
-    def _run(self) -> int:
+    def _run(self) -> None:
         resume = newest_usable(self._output) if self._config.checkpoint.resume == "auto" else None
         if resume is not None:
+            check_unchanged(resume, run_settings(self._config))
             print(f"going on from {resume}; checkpoint.resume=never starts anew", flush=True)
+        elif self._recorded:
+            print(f"{self._output} has the record of an earlier run; this one begins again at update 0", flush=True)
         print(f"starting {self._config.rollout.engines} engine(s); logs in {self._logs}", flush=True)
         started = time.monotonic()
         self._url_file.unlink(missing_ok=True)
         # Held to the end: the ranks bind the port only after their imports, while engines look for ports.
         with lease_free_port("127.0.0.1") as rendezvous:
             service = self._start(resume, rendezvous.port)
-            while not self._url_file.exists():
-                if self._signals:
-                    return 0
-                if service.process.poll() is not None:
-                    raise MegatronFRError(service.reason())
-                raise_failure(service, self._ranks)
-                time.sleep(_POLL_S)
+            with say_what_is_awaited(lambda: f"the rollout service: {service.last_line()}"):
+                while not self._url_file.exists():
+                    if self._signals:
+                        print("\ninterrupted before training began", flush=True)
+                        return
+                    if service.process.poll() is not None:
+                        raise MegatronFRError(service.reason())
+                    raise_failure(service, self._ranks)
+                    time.sleep(_POLL_S)
             print(f"engines ready after {time.monotonic() - started:.0f} s", flush=True)
             self._wait_for_ranks()
             raise_failure(service, self._ranks)
-            return 0
 
     def _start(self, resume: Path | None, port: int) -> Child:
         """Start the service, which is returned, and the ranks, which build their model while the engines start."""
@@ -169,15 +210,20 @@ class Supervisor:
         grace, deadline = self._config.checkpoint.stop_grace_s, float("inf")
         while any(rank.process.poll() is None for rank in self._ranks):
             if self._signals and deadline == float("inf"):
-                print("\ninterrupted: the trainer saves a checkpoint and stops", flush=True)
+                print(
+                    "\ninterrupted: the trainer ends its update, saves a checkpoint and the weights, and stops, within "
+                    f"checkpoint.stop_grace_s={grace:g}; Ctrl-C again kills it unsaved",
+                    flush=True,
+                )
                 deadline = time.monotonic() + grace
                 for rank in self._ranks:
                     rank.process.terminate()
             if time.monotonic() > deadline or self._signals > 1:
-                raise MegatronFRError(
-                    f"the trainer did not stop within checkpoint.stop_grace_s={grace:g} and was killed; the same "
-                    "command goes on from its last training checkpoint"
-                )
+                why = f"did not stop within checkpoint.stop_grace_s={grace:g}"
+                why = "was interrupted again before it had saved" if self._signals > 1 else why
+                newest = next(iter(all_checkpoints(self._output)), None)
+                then = f"goes on from {newest}" if newest else "begins again: there is no training checkpoint yet"
+                raise MegatronFRError(f"the trainer {why}, and is killed; the same command {then}")
             if any(rank.process.poll() for rank in self._ranks):
                 time.sleep(1.0)  # the others may wait in a collective: let them report their own errors
                 return
@@ -195,13 +241,16 @@ class Supervisor:
             self._service.kill_tree()
 
     def _report(self) -> None:
-        if (self._output / METRICS_FILE).exists():
-            from megatron_fr.observe.report import report_run  # slow: imports matplotlib
+        from megatron_fr.observe.report import report_run  # slow: imports matplotlib
 
-            try:
-                print("\n" + report_run(self._output), flush=True)
-            except MegatronFRError as error:
-                print(f"no report: {error}", file=sys.stderr, flush=True)
+        try:
+            print("\n" + report_run(self._output), flush=True)
+        except MegatronFRError as error:
+            print(f"no report: {error}", file=sys.stderr, flush=True)
+
+    def _record_size(self) -> int:
+        path = self._output / METRICS_FILE
+        return path.stat().st_size if path.exists() else 0
 
     def _on_signal(self, *_: Any) -> None:
         self._signals += 1

@@ -52,6 +52,11 @@ class RunConfig(sections.Section):
         batch, group, sync = f"train.batch_size={self.train.batch_size}", self.algorithm.group_size, self.sync
         if self.train.batch_size % group:
             raise ValueError(f"{batch} is not a multiple of algorithm.group_size={group}; change one of them")
+        if self.train.batch_size == 1 and self.train.skip_without_signal:
+            raise ValueError(f"{batch}: rewards of a batch of one are all equal, so no update would step; raise it")
+        advantage = getattr(self.algorithm, "advantage", None)
+        if self.train.batch_size == 1 and advantage in ("batch_mean", "leave_one_out", "positive_only"):
+            raise ValueError(f"{batch} with algorithm.advantage={advantage!r}: compares a reward with itself; raise it")
         if self.train.batch_size < self.parallel.dp:
             raise ValueError(
                 f"{batch} gives some of the {self.parallel.dp} data-parallel ranks no trajectory; "
@@ -122,8 +127,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def save_config(config: RunConfig, path: str | Path) -> None:
-    """Write the resolved configuration as YAML that :func:`load_config` reads back."""
-    write_yaml(config.model_dump(mode="json"), path)
+    """Write the resolved configuration as YAML that :func:`load_config` reads back.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        write_yaml(config.model_dump(mode="json"), path)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}; free space or set output to another folder"
+        ) from error
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

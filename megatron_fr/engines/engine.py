@@ -116,6 +116,7 @@ class Engine:
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
         self.url = ""  #: base address, known once :meth:`start` has begun
+        self.ready = False  #: whether :meth:`start` has ended well
         self._leases: list[PortLease] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._family: set[psutil.Process] = set()
@@ -140,6 +141,11 @@ class Engine:
             await self.stop(grace_s=0)
             raise
         self._note_family()
+        self.ready = True
+
+    def last_line(self) -> str:
+        """The last line of the log."""
+        return self._tail().splitlines()[-1].strip()
 
     def death(self) -> str | None:
         """Why the server ended (exit code or signal, last lines of its log), or None while it lives."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,9 @@ from megatron_fr.trajectory import ModelLimits
 # Starts are spread out: simultaneous ones peak in memory together.
 _STAGGER_S = 1.0
 _WATCH_S = 0.25
+_SAY_S = 10.0
+
+log = logging.getLogger(__name__)
 
 
 class Fleet:
@@ -44,6 +48,7 @@ class Fleet:
 
     async def start(self) -> None:
         """Start every engine; where one raises (see :meth:`Engine.start`), none is left running."""
+        saying = asyncio.create_task(self._say_what_is_awaited())
         try:
             async with asyncio.TaskGroup() as group:
                 for index, engine in enumerate(self._engines):
@@ -51,8 +56,16 @@ class Fleet:
         except* Exception as errors:
             await self.stop()
             raise errors.exceptions[0] from None
+        finally:
+            saying.cancel()
         self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         self.clients = [EngineClient(engine.url, self._http, **self._options) for engine in self._engines]
+
+    async def _say_what_is_awaited(self) -> None:
+        while True:
+            await asyncio.sleep(_SAY_S)
+            for engine in (engine for engine in self._engines if not engine.ready):
+                log.info("engine %d of %d starts: %s", engine.spec.index, len(self._engines), engine.last_line())
 
     @contextmanager
     def borrow(self) -> Iterator[EngineClient]:

@@ -36,4 +36,6 @@ def model_spec(hf_config: Any) -> ModelSpec:
     config = ConfigFields(hf_config)
     spec: ModelSpec = importlib.import_module(f"megatron_fr.models.{FAMILIES[name]}").describe(config)
     config.refuse_rest()
+    if spec.moe and not 0 < spec.top_k <= spec.experts:
+        raise ModelError(f"config.json: num_experts_per_tok is {spec.top_k}, of {spec.experts} experts; mend it")
     return spec

@@ -20,11 +20,14 @@ Row = dict[str, float | int | bool | None]
 class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
     """Appends rows to the record in a run's folder, which is made when missing.
 
+    Args:
+        first_update: of the rows to come; TensorBoard hides what an earlier start wrote of it and of later ones.
+
     Raises:
         MegatronFRError: the folder cannot be written to.
     """
 
-    def __init__(self, output_dir: str | Path) -> None:
+    def __init__(self, output_dir: str | Path, first_update: int = 0) -> None:
         folder = Path(output_dir)
         self.path = folder / METRICS_FILE
         try:
@@ -37,7 +40,11 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
             raise _unwritable(self.path, error) from error
         from torch.utils.tensorboard import SummaryWriter  # slow: imports torch, which readers do not need
 
-        self._board = SummaryWriter(str(folder / "tensorboard"))
+        try:
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_update)
+        except OSError as error:
+            self._file.close()
+            raise _unwritable(folder / "tensorboard", error) from error
 
     def write(self, metrics: Mapping[str, SupportsFloat]) -> Row:
         """Append one row, and return it as written; it is on disk then.
@@ -57,17 +64,22 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         try:
             while line:
                 line = line[self._file.write(line) :]
+            self.path.stat()  # else the open file takes rows that nobody will find
         except OSError as error:
             raise _unwritable(self.path, error) from error
-        for name, value in row.items():
-            if value is not None and name != "update":
-                self._board.add_scalar(name, float(value), step)
-        self._board.flush()
+        try:
+            for name, value in row.items():
+                if value is not None and name != "update":
+                    self._board.add_scalar(name, float(value), step)
+            self._board.flush()
+        except OSError as error:
+            raise _unwritable(Path(self._board.log_dir), error) from error
         return row
 
     def close(self) -> None:
         self._file.close()
-        self._board.close()
+        with contextlib.suppress(OSError):  # of rows whose write has raised it
+            self._board.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()

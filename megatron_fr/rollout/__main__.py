@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -16,6 +17,8 @@ from megatron_fr.checkpoint.store import ROLLOUT_FILE, newest_usable
 from megatron_fr.config import RunConfig, load_config
 from megatron_fr.errors import MegatronFRError
 from megatron_fr.rollout.service import RolloutService
+from megatron_fr.runtime.console import print_any_text
+from megatron_fr.runtime.output_lock import lock_output
 
 #: After a failure the trainer asks for its next batch, and must learn the reason, not find a closed port.
 _LINGER_S = 30.0
@@ -34,17 +37,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args(argv)
+    print_any_text()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         config = load_config(args.config, args.overrides)
-        restore = args.restore or config.checkpoint.resume
-        if restore == "auto":
-            newest = newest_usable(config.output, logging.getLogger(__name__).warning)
-            state = newest / ROLLOUT_FILE if newest is not None else None
-        else:
-            state = Path(restore) if restore != "never" else None
-        return asyncio.run(_serve(config, state, args.url_file))
+        with lock_output(config.output, "rollout") or contextlib.nullcontext():
+            restore = args.restore or config.checkpoint.resume
+            if restore == "auto":
+                newest = newest_usable(config.output, logging.getLogger(__name__).warning)
+                state = newest / ROLLOUT_FILE if newest is not None else None
+            else:
+                state = Path(restore) if restore != "never" else None
+            return asyncio.run(_serve(config, state, args.url_file))
     except MegatronFRError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

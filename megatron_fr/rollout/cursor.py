@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -26,8 +27,18 @@ class PromptCursor:
         self._prompts, self._skipped = prompts, skipped
         self._shuffled: list[Prompt] = []
         self._shuffled_epoch = -1
-        digest = hashlib.sha256("\0".join(prompt.id for prompt in prompts).encode()).hexdigest()
-        self.order: dict[str, Any] = {"number": len(prompts), "ids": digest[:16], "seed": seed, "shuffle": shuffle}
+        ids, content = hashlib.sha256(), hashlib.sha256()
+        for prompt in prompts:
+            ids.update(f"{prompt.id}\0".encode(errors="surrogatepass"))
+            held = prompt.messages, prompt.answer, prompt.metadata
+            content.update(json.dumps(held, sort_keys=True, default=repr).encode())
+        self.order: dict[str, Any] = {
+            "number": len(prompts),
+            "ids": ids.hexdigest()[:16],
+            "content": content.hexdigest()[:16],
+            "seed": seed,
+            "shuffle": shuffle,
+        }
         self.position = 0
 
     def seek(self, position: int) -> None:

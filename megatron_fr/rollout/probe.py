@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_fr.agents.contract import Outcome, Prompt
 from megatron_fr.engines.client import EngineClient
+from megatron_fr.errors import ModelError
 from megatron_fr.rollout.session import EngineSession
 from megatron_fr.trajectory import ModelLimits, Trajectory
 
@@ -23,6 +24,23 @@ class ProbeSampler:
     want_routes: bool
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
+    def tokens(self, prompt: Prompt) -> list[int]:
+        """The prompt through the chat template, if there is one, and the tokenizer; ModelError where one cannot."""
+        messages = [dict(m) for m in prompt.messages]
+        text = "\n".join(str(m.get("content")) for m in messages)
+        try:
+            if getattr(self.tokenizer, "chat_template", None):
+                text = self.tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=False, **self.template_kwargs
+                )
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        except Exception as error:  # whatever a template's code or the tokenizer raises
+            reason = " ".join(str(error).split())[:300]
+            raise ModelError(
+                f"the tokenizer or chat template in model.path cannot take prompt {prompt.id!r}: "
+                f"{type(error).__name__}: {reason}; mend it, or agent.chat_template_kwargs"
+            ) from error
+
     async def sample(self, client: EngineClient, max_tokens: int) -> Trajectory:
         """A trajectory of ``max_tokens`` action tokens with reward 0.
 
@@ -31,14 +49,7 @@ class ProbeSampler:
             TrajectoryError: what it answered breaks the contract.
         """
         prompt = random.choice(self.prompts)
-        messages = [dict(m) for m in prompt.messages]
-        if getattr(self.tokenizer, "chat_template", None):
-            text = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **self.template_kwargs
-            )
-        else:
-            text = "\n".join(str(m.get("content")) for m in messages)
-        tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        tokens = self.tokens(prompt)
         session = EngineSession(
             client, self.limits, max_new_tokens=max_tokens, want_routes=self.want_routes, probe=True
         )

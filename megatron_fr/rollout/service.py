@@ -14,20 +14,24 @@ from aiohttp import web
 
 from megatron_fr.agents.registry import make_agent
 from megatron_fr.agents.rewards import RewardRunner
+from megatron_fr.checkpoint.fixed import check_unchanged, model_settings, run_settings
+from megatron_fr.checkpoint.store import RUN_FILE
 from megatron_fr.config import RunConfig
 from megatron_fr.engines.engine import EngineSpec
 from megatron_fr.engines.fleet import Fleet
 from megatron_fr.engines.probe import probe_engine
 from megatron_fr.errors import ConfigError, MegatronFRError, ModelError, RolloutEnded
-from megatron_fr.hf.folder import read_spec
+from megatron_fr.hf.folder import read_spec, resolve_folder
+from megatron_fr.models.layouts import check_aux_loss, check_layout
 from megatron_fr.models.spec import ModelSpec
+from megatron_fr.rollout.cursor import PromptCursor
 from megatron_fr.rollout.endpoints import Endpoints
 from megatron_fr.rollout.evaluate import evaluate_sets, load_held_out
 from megatron_fr.rollout.probe import ProbeSampler
 from megatron_fr.rollout.prompts import load_prompts
 from megatron_fr.rollout.runner import TrainingRollouts
 from megatron_fr.rollout.session import EpisodeRunner
-from megatron_fr.rollout.state import read_state, restore_state
+from megatron_fr.rollout.state import check_same_prompts, read_state, restore_state
 from megatron_fr.rollout.watchdog import EventLoopDelay, report_stuck
 from megatron_fr.runtime.device import Device, resolve_device
 from megatron_fr.trajectory import ModelLimits
@@ -82,13 +86,25 @@ class RolloutService:
     async def _start(self) -> None:
         config, rollout = self._config, self._config.rollout
         device = resolve_device(config.device)
-        limits = model_limits(read_spec(config.model.path), rollout.max_context)
+        spec = read_spec(config.model.path)
+        limits = model_limits(spec, rollout.max_context)
+        if self._training:  # the trainer would find these too, when the engines have started
+            check_aux_loss(spec, config.train.moe_aux_loss_coeff)
+            check_layout(spec, config.parallel)
         want_routes = config.train.routing_replay == "rollout" and limits.num_moe_layers > 0
         tokenizer = load_tokenizer(config.model.path)
         prompts = load_prompts(config.data.train, config.data.train_split)
         held_out = load_held_out(config)
         specs = engine_specs(config, device, want_routes)
-        restored = read_state(self._restore) if self._restore is not None else None
+        probe = ProbeSampler(tokenizer, prompts, limits, want_routes, config.agent.chat_template_kwargs)
+        probe.tokens(prompts[0])
+        restored = None
+        if self._restore is not None:
+            restored = read_state(self._restore)
+            check_same_prompts(restored, PromptCursor(prompts, config.seed, config.data.shuffle))
+            if (folder := self._restore.parent).joinpath(RUN_FILE).exists():
+                source = resolve_folder(config.model.path, weights=False)
+                check_unchanged(folder, run_settings(config) | model_settings(spec.identity(), source))
 
         rewards = RewardRunner(config.reward, Path(config.output) / "logs" / "reward.log")
         self._exit.push_async_callback(rewards.stop)
@@ -121,7 +137,7 @@ class RolloutService:
         endpoints = Endpoints(
             fleet,
             rollouts,
-            ProbeSampler(tokenizer, prompts, limits, want_routes, config.agent.chat_template_kwargs),
+            probe,
             evaluate=evaluate if held_out else None,
             event_loop_delay=delay,
             failure=self.failure,

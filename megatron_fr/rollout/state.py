@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron_fr.errors import CheckpointError, TrajectoryError
+from megatron_fr.rollout.cursor import PromptCursor
 from megatron_fr.rollout.runner import Group, Member, TrainingRollouts
 from megatron_fr.trajectory import Trajectory, decode, encode
 
@@ -71,15 +72,20 @@ def take_state(rollouts: TrainingRollouts, version: int) -> RolloutState:
     return RolloutState(counters, again, rollouts.cursor.order, ready, partial, dict(rollouts.failed.reasons))
 
 
-def restore_state(rollouts: TrainingRollouts, state: RolloutState) -> None:
-    """Go on from ``state``; nothing runs yet. Other prompts or another model than then are a CheckpointError."""
-    then, now = state.prompts, rollouts.cursor.order
-    differing = (name for name in now if then.get(name) != now[name])
+def check_same_prompts(state: RolloutState, cursor: PromptCursor) -> None:
+    """Raise CheckpointError unless ``cursor`` gives the prompts of ``state`` in their order."""
+    then, now = state.prompts, cursor.order
+    differing = (name for name in now if then.get(name, now[name]) != now[name])  # older versions saved less
     if changed := [f"{name}: {then.get(name)!r} then, {now[name]!r} now" for name in differing]:
         raise CheckpointError(
             f"the checkpoint was made with other prompts ({'; '.join(changed)}); restore data.train, seed and "
             "data.shuffle, or start anew with checkpoint.resume=never"
         )
+
+
+def restore_state(rollouts: TrainingRollouts, state: RolloutState) -> None:
+    """Go on from ``state``; nothing runs yet. Other prompts or another model than then are a CheckpointError."""
+    check_same_prompts(state, rollouts.cursor)
     counters = state.counters
     rollouts.cursor.seek(counters.cursor)
     rollouts.failed.restore(state.failed)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch.distributed as dist
 
 from megatron_fr.errors import MegatronFRError
+from megatron_fr.runtime.console import say_what_is_awaited
 
 
 def from_rank_zero[T](make: Callable[[], T]) -> T:
     """Call :func:`from_source` with rank 0 and the world."""
     return from_source(make, 0, None)
+
+
+def waiting_for(what: str | Callable[[], str]) -> AbstractContextManager[None]:
+    """Call :func:`say_what_is_awaited` on rank 0; nothing on others."""
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return nullcontext()
+    return say_what_is_awaited(what if callable(what) else lambda: what)
 
 
 def from_source[T](make: Callable[[], T], source: int, group: dist.ProcessGroup | None) -> T:

@@ -17,6 +17,7 @@ from typing import Any
 from megatron_fr.checkpoint.store import find_resumed
 from megatron_fr.config import load_config
 from megatron_fr.errors import MegatronFRError
+from megatron_fr.runtime.console import print_any_text, say_what_is_awaited
 from megatron_fr.runtime.device import prepare_process, resolve_device
 
 
@@ -33,6 +34,7 @@ def main() -> int:
     )
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     arguments = parser.parse_args()
+    print_any_text()
     try:
         config = load_config(arguments.config, arguments.overrides)
         device = resolve_device(config.device)
@@ -91,8 +93,10 @@ def find_service(given: str, stop: object) -> str | None:
         return bool(stop), None
 
     stopped, url = False, given if "://" in given else None
-    while not stopped and url is None:
-        stopped, url = from_rank_zero(look)
+    # To standard error: the command that starts all on one machine says more of what it waits for.
+    with say_what_is_awaited(lambda: f"the rollout service, which writes its address to {given}", stream=sys.stderr):
+        while not stopped and url is None:
+            stopped, url = from_rank_zero(look)
     return url
 
 

@@ -14,6 +14,7 @@ import torch
 
 from megatron_fr.config.sections import ParallelConfig
 from megatron_fr.errors import ConfigError, MissingExtraError, needs_extra
+from megatron_fr.runtime.console import say_what_is_awaited
 from megatron_fr.runtime.device import Device, prepare_process
 from megatron_fr.runtime.ports import free_port
 
@@ -114,13 +115,16 @@ def initialize(
 
         cpu_shim.install()
     if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group(
-            device.collective_backend,
-            init_method=f"tcp://{info.master_addr}:{info.master_port}",
-            rank=info.rank,
-            world_size=info.world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        address = f"{info.master_addr}:{info.master_port}"
+        awaited = f"all {info.world_size} ranks at {address}; this is rank {info.rank}"
+        with say_what_is_awaited(lambda: awaited, stream=sys.stderr):
+            torch.distributed.init_process_group(
+                device.collective_backend,
+                init_method=f"tcp://{address}",
+                rank=info.rank,
+                world_size=info.world_size,
+                timeout=timedelta(seconds=timeout_s),
+            )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,

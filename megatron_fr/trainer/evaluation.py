@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from megatron_fr.runtime.collectives import from_rank_zero
+from megatron_fr.runtime.collectives import from_rank_zero, waiting_for
 from megatron_fr.trainer.data.client import RolloutClient, in_thread
 from megatron_fr.trainer.data.loader import Shutdown
 
@@ -28,9 +28,10 @@ def run_evaluation(client: RolloutClient, stop: object, name: str) -> dict[str, 
             return bool(stop), None
 
     metrics: dict[str, float] | None = None
-    while metrics is None:
-        # In turns: neither a stop request nor another rank's collective may wait for the evaluation's end.
-        stopped, metrics = from_rank_zero(wait_one_turn)
-        if stopped:
-            raise Shutdown
+    with waiting_for(f"the evaluation {name!r}"):
+        while metrics is None:
+            # In turns: neither a stop request nor another rank's collective may wait for the evaluation's end.
+            stopped, metrics = from_rank_zero(wait_one_turn)
+            if stopped:
+                raise Shutdown
     return {f"eval/{key}": value for key, value in metrics.items()}

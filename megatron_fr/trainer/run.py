@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
 
@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from megatron_fr.checkpoint.store import read_record, set_aside
 from megatron_fr.checkpoint.training import TrainingCheckpoints
-from megatron_fr.config import RunConfig
-from megatron_fr.errors import CheckpointError, MegatronFRError, RolloutEnded, SyncError, UpdateError
+from megatron_fr.config import RunConfig, save_config
+from megatron_fr.errors import CheckpointError, MegatronFRError
 from megatron_fr.observe.metrics import MetricsWriter
 from megatron_fr.observe.progress import Progress
-from megatron_fr.runtime.collectives import from_rank_zero
+from megatron_fr.runtime.collectives import from_rank_zero, waiting_for
 from megatron_fr.runtime.device import Device
 from megatron_fr.trainer.data.client import RolloutClient
 from megatron_fr.trainer.data.loader import BatchLoader, Shutdown
@@ -38,17 +38,19 @@ def train(
     Raises:
         MegatronFRError: the trainer cannot be built, or see :func:`run_and_save`.
     """
-    policy = build_policy(config, device)
+    with waiting_for("the model to be built and its weights to be read"):
+        policy = build_policy(config, device)
     client = RolloutClient(service_url)
     loader = BatchLoader(config, policy, client, device.torch_device, stop)
     # Engines on other machines need an address that they can reach; on one machine the loopback is enough.
     host = config.rollout.host if info.master_addr in ("127.0.0.1", "localhost") else socket.gethostname()
     sync = WeightSync(config, device, policy, loader, client, host)
     checkpoints = TrainingCheckpoints(config, policy, client.state)
-    position = begin_anew(config.output, client) if resume is None else go_on_from(resume, client, checkpoints)
+    with waiting_for(f"checkpoint {resume} to be read"):
+        position = begin_anew(config.output, client) if resume is None else go_on_from(resume, client, checkpoints)
     if config.checkpoint.every == 0:
         _say("checkpoint.every=0: if this run is killed, the same command begins again")
-    with recorder(config) as record:
+    with recorder(config, position.update + (resume is not None)) as record:
         loop = TrainerLoop(
             config=config,
             position=position,
@@ -116,21 +118,29 @@ def weight_export(output: Path, write: Callable[[Path], None]) -> Callable[[int]
 
 
 @contextmanager
-def recorder(config: RunConfig) -> Iterator[Callable[[Mapping[str, float]], None]]:
-    """Yield what takes each update's metrics: on rank 0 it writes and prints them, elsewhere it does nothing."""
-    if dist.get_rank() != 0:
-        yield lambda metrics: None
-        return
+def recorder(config: RunConfig, first_update: int = 0) -> Iterator[Callable[[Mapping[str, float]], None]]:
+    """Write the run's configuration; yield what takes each update's metrics, which rank 0 writes and prints.
+
+    A collective, as each call is: every rank raises MegatronFRError where rank 0 cannot write.
+    """
     progress = Progress(config.train.num_updates, folder=Path(config.output))
-    with MetricsWriter(config.output) as writer:
-        yield lambda metrics: progress.update(writer.write(metrics))
+    with ExitStack() as stack:
+        writer: list[MetricsWriter] = []
+
+        def begin() -> None:
+            writer.append(stack.enter_context(MetricsWriter(config.output, first_update)))
+            save_config(config, config.output / "config.yaml")
+
+        from_rank_zero(begin)
+        yield lambda metrics: from_rank_zero(lambda: progress.update(writer[0].write(metrics)))
 
 
 def run_and_save(loop: TrainerLoop) -> Path:
     """Run the loop to its end or to a stop request, then save a checkpoint and the weights; their folder.
 
     Raises:
-        CheckpointError, RolloutEnded, SyncError, UpdateError: see :meth:`TrainerLoop.run`; weights were saved first.
+        MegatronFRError: see :meth:`TrainerLoop.run`, or the record or a model could not be written. What can be saved
+            was saved first, and what is lost was said.
     """
     position = loop.position
     try:
@@ -139,12 +149,13 @@ def run_and_save(loop: TrainerLoop) -> Path:
         except Shutdown:
             _say(f"asked to stop after update {position.update}: saving a checkpoint")
         loop.checkpoints.begin(update=position.update, version=position.version, score=position.score)
-    except (RolloutEnded, SyncError, UpdateError, CheckpointError):  # raised on every rank alike
+    except MegatronFRError:  # raised on every rank alike
         _rescue(loop)
         raise
     # The Hugging Face folder is written while the checkpoint's files are on their way to the disk.
-    folder = loop.export(position.update)
-    loop.checkpoints.finish()
+    with waiting_for("the weights and the last training checkpoint to be written"):
+        folder = loop.export(position.update)
+        loop.checkpoints.finish()
     return folder
 
 
@@ -153,15 +164,15 @@ def _rescue(loop: TrainerLoop) -> None:
     update = loop.position.update
     # No new training checkpoint: that needs the service, which may be gone.
     try:
-        if (newest := loop.checkpoints.finish()) is not None:
-            _say(f"the newest training checkpoint is {newest}")
+        newest = loop.checkpoints.finish()
+        _say(f"the newest training checkpoint is {newest}" if newest else "there is no training checkpoint yet")
     except MegatronFRError as error:
         _say(f"the training checkpoint could not be saved: {error}")
     try:
         if update:
             _say(f"saved the weights of update {update} in {loop.export(update)}")
     except MegatronFRError as error:
-        _say(f"the weights of update {update} could not be saved: {error}")
+        _say(f"the weights of update {update} are lost: they could not be saved: {error}")
 
 
 def _say(text: str) -> None:

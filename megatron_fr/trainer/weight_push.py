@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import RequestFailed, SyncError
 from megatron_fr.hf.export import hf_tensor_specs
-from megatron_fr.runtime.collectives import from_rank_zero
+from megatron_fr.runtime.collectives import from_rank_zero, waiting_for
 from megatron_fr.runtime.device import Device
 from megatron_fr.trainer.data.client import RolloutClient, in_thread
 from megatron_fr.trainer.data.loader import BatchLoader
@@ -62,7 +62,8 @@ class WeightSync:
             raise RuntimeError("call finish_probe before the optimizer step: the probe is of the weights before it")
         first = self._pushes == 0
         started = time.monotonic()
-        report = self._publish(version, passes=2 if first and self._config.sync.verify else 1)
+        with waiting_for(f"the sync of version {version} to {len(self._engines)} engine(s)"):
+            report = self._publish(version, passes=2 if first and self._config.sync.verify else 1)
         metrics = {"sync/verify_s": report.verify_s, "sync/bytes": float(report.num_bytes)}
         metrics["sync/seconds"] = time.monotonic() - started
         if self._config.sync.probe_tokens:

@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from megatron_fr.checkpoint.store import (
     all_checkpoints,
     check_sizes,
-    lock_output,
     read_record,
     remove_unfinished,
 )
-from megatron_fr.errors import CheckpointError
+from megatron_fr.errors import CheckpointError, MegatronFRError
+from megatron_fr.runtime.output_lock import lock_output
 from tests.support.layout_ranks import (
     Job,
     failing_writes,
@@ -264,8 +264,9 @@ def test_going_on_from_an_older_one_or_with_another_model_of_equal_sizes(tmp_pat
 HOLD = """
 import sys
 from pathlib import Path
-from megatron_fr.checkpoint.store import lock_output, work_folder
-lock = lock_output(Path(sys.argv[1]))
+from megatron_fr.checkpoint.store import work_folder
+from megatron_fr.runtime.output_lock import lock_output
+lock = lock_output(Path(sys.argv[1]), "training_state")
 (work_folder(Path(sys.argv[1]), 8) / "half").write_text("")
 print("held", flush=True)
 sys.stdin.read()
@@ -281,13 +282,13 @@ def test_a_killed_saves_folder_goes_at_the_next_start_and_a_live_ones_stays(tmp_
     )
     assert live.stdout is not None
     assert live.stdout.readline() == "held\n"
-    with pytest.raises(CheckpointError, match="is being written by another run; give each run its own output"):
-        lock_output(tmp_path)
+    with pytest.raises(MegatronFRError, match=rf"is in use by process {live.pid} on \S+, since .*; wait for its end"):
+        lock_output(tmp_path, "training_state")
     assert (root / "update-000008.tmp" / "half").exists()
 
     live.kill()  # as a killed run: its lock goes with it
     live.communicate()
-    lock = lock_output(tmp_path)
+    lock = lock_output(tmp_path, "training_state")
     assert lock is not None
     said: list[str] = []
     remove_unfinished(tmp_path, said.append)

@@ -54,14 +54,22 @@ def names(output: Path) -> list[str]:
 def test_what_a_run_goes_on_from_and_what_it_writes_stay_and_later_ones_get_another_name(tmp_path: Path) -> None:
     for update in (10, 20, 30):
         write(tmp_path, update)
+    for update in (10, 20):
+        (tmp_path / "checkpoints" / f"update-{update:06d}").mkdir(parents=True)
     moved = set_newer_aside(tmp_path, 10)
-    assert sorted(path.name for path in moved) == ["update-000020.abandoned-1", "update-000030.abandoned-1"]
+    assert sorted(str(path.relative_to(tmp_path)) for path in moved) == [
+        "checkpoints/update-000020.abandoned-1",
+        "training_state/update-000020.abandoned-1",
+        "training_state/update-000030.abandoned-1",
+    ]
+    assert (tmp_path / "checkpoints" / "update-000010").exists()
     assert newest_usable(tmp_path) == folder_of(tmp_path, 10)
     assert retain(tmp_path, write(tmp_path, 11), last=2, best=0) == []
-    assert names(tmp_path) == ["update-000010", "update-000011", *sorted(path.name for path in moved)]
+    checkpoints = sorted(path for path in moved if path.parent.name == "training_state")
+    assert names(tmp_path) == ["update-000010", "update-000011", *(path.name for path in checkpoints)]
     write(tmp_path, 20)
     assert [path.name for path in set_newer_aside(tmp_path, 11)] == ["update-000020.abandoned-2"]
-    for path in moved:
+    for path in checkpoints:
         check_sizes(path)  # for a person to go back to
 
 

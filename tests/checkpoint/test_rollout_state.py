@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
@@ -117,4 +118,18 @@ def test_other_prompts_than_those_of_the_checkpoint_are_refused() -> None:
         Rollouts(config(seed=7), state)
 
     with pytest.raises(CheckpointError, match=r"other prompts \(seed: 0 then, 7 now\); restore data.train"):
+        asyncio.run(restore())
+
+
+@pytest.mark.parametrize("field", ["messages", "answer", "metadata"])
+def test_prompts_of_the_same_ids_and_another_content_are_refused(tmp_path: Path, field: str) -> None:
+    changed: dict[str, Any] = {"messages": ({"role": "user", "content": "?"},), "answer": 5, "metadata": {"a": 1}}
+    others = [*PROMPTS[:-1], dataclasses.replace(PROMPTS[-1], **{field: changed[field]})]
+
+    async def restore() -> None:
+        state = Rollouts(config()).take_state(0)
+        Rollouts(config(), state, prompts=list(PROMPTS))
+        Rollouts(config(), state, prompts=others)
+
+    with pytest.raises(CheckpointError, match=r"other prompts \(content: '\w{16}' then, '\w{16}' now\)"):
         asyncio.run(restore())

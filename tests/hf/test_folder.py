@@ -83,6 +83,13 @@ def test_an_unknown_architecture_is_named(folder: Path) -> None:
         read_spec(folder)
 
 
+def test_more_experts_a_token_than_there_are_is_refused(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 9}))
+    with pytest.raises(ModelError, match=r"num_experts_per_tok is 9, of 8 experts"):
+        read_spec(folder)
+
+
 def test_of_a_hub_name_no_weights_are_fetched_for_the_configuration(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +106,7 @@ def test_of_a_hub_name_no_weights_are_fetched_for_the_configuration(
         return str(source)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", lambda *_, **__: None)
     assert read_spec("someone/model").experts == 8
     with pytest.raises(ConfigError, match="--tp=3 does not divide"):
         convert_hf_to_megatron("someone/model", tmp_path / "out", tp=3)

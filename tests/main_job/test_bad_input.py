@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 import socket
+import time
 from pathlib import Path
 
 import pytest
 
 from megatron_fr.cli.__main__ import main
-from tests.support.train_command import arguments, finish, options, recipe
+from megatron_fr.config import load_config
+from megatron_fr.config.paths import check_prompt_source
+from megatron_fr.errors import ConfigError, MegatronFRError
+from megatron_fr.rollout.service import RolloutService
+from tests.support.train_command import RECIPE, arguments, finish, options, recipe
 
 
 def one_error(status: int, text: str) -> str:
@@ -39,6 +46,63 @@ def test_what_cannot_be_used_is_named_and_no_output_folder_is_made(
     message = one_error(status, capsys.readouterr().err)
     assert all(part in message for part in parts), message
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("silent", [pytest.param(True, marks=pytest.mark.slow, id="silent"), False])
+def test_a_name_on_a_hub_that_cannot_be_reached_is_refused_at_once(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: bool
+) -> None:
+    with socket.socket() as hub:
+        hub.bind(("127.0.0.1", 0))
+        if silent:  # takes connections and never answers, as a network that drops what is sent
+            hub.listen()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        started = time.monotonic()
+        message = error_of(arguments(policy, tmp_path / "run", "model.path=some/model"), tmp_path / "log")
+    assert time.monotonic() - started < 40
+    assert message.startswith("error: model.path='some/model' is no local folder, and the hub cannot be asked (")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("name", "offline"), [("../typo/x", "0"), ("some/data", "1")])
+def test_prompts_that_can_be_no_dataset_are_refused_and_offline_names_are_left_to_the_cache(
+    monkeypatch: pytest.MonkeyPatch, name: str, offline: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline == "1")
+    if offline == "1":
+        check_prompt_source(name)
+    else:
+        with pytest.raises(ConfigError, match="is no file, folder or hub name"):
+            check_prompt_source(name)
+
+
+def with_broken_template(policy: Path, folder: Path) -> str:
+    shutil.copytree(policy, folder)
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no system message, please') }}")
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ("parallel={world_size: 4, tp: 4}", r"parallel.tp=4 does not divide the model's KV heads \(2\)"),
+        ("broken template", "chat template in model.path cannot take prompt '0': .*no system message, please"),
+    ],
+)
+def test_what_only_the_trainer_or_an_agent_would_find_is_refused_before_an_engine_starts(
+    policy: Path, tmp_path: Path, changes: str, reason: str
+) -> None:
+    if changes == "broken template":
+        changes = f"model.path={with_broken_template(policy, tmp_path / 'model')}"
+
+    async def start() -> None:
+        config = load_config(RECIPE, [o for o in options(policy, tmp_path / "run", changes) if "=" in o])
+        await RolloutService(config).start()
+
+    with pytest.raises(MegatronFRError, match=reason):
+        asyncio.run(start())
+    assert not (tmp_path / "run" / "logs" / "engine-0.log").exists()
 
 
 @pytest.mark.slow

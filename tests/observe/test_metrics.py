@@ -2,6 +2,8 @@
 
 import json
 import math
+import shutil
+import time
 
 import numpy as np
 import pytest
@@ -46,6 +48,19 @@ def test_a_resumed_run_appends_and_its_repeated_updates_replace_the_first_ones(t
     assert series(read_metrics(writer.path), "reward/mean") == ([1, 2, 3, 4], pytest.approx([0.1, 0.2, 0.3, 0.9]))
 
 
+def test_tensorboard_shows_repeated_updates_once(tmp_path):
+    for first, value in ((0, 0.5), (3, 0.75)):
+        with MetricsWriter(tmp_path, first) as writer:
+            for update in range(first, first + 5):
+                writer.write({"update": update, "reward/mean": value})
+        time.sleep(1.1)  # files are read in the order of the second in their names
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in board.Scalars("reward/mean")] == [
+        *((update, 0.5) for update in range(3)),
+        *((update, 0.75) for update in range(3, 8)),
+    ]
+
+
 def test_an_evaluation_row_joins_the_update_it_belongs_to(tmp_path):
     with MetricsWriter(tmp_path) as writer:
         writer.write({"update": 0, "eval/reward/mean": 0.1})
@@ -87,3 +102,28 @@ def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(MegatronFRError, match=r"cannot write .*metrics.jsonl"):
         MetricsWriter(tmp_path / "file")
+
+
+def test_a_tensorboard_folder_that_cannot_be_made_is_one_clear_error(tmp_path):
+    (tmp_path / "tensorboard").write_text("")
+    with pytest.raises(MegatronFRError, match=r"cannot write .*/tensorboard: .*; free space or set output"):
+        MetricsWriter(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the writer's thread
+def test_a_full_disk_under_tensorboard_is_one_clear_error(tmp_path, small_disk):
+    (tmp_path / "tensorboard").symlink_to(small_disk.folder)
+    writer = MetricsWriter(tmp_path)
+    writer.write({"update": 1, "a": 1.0})
+    small_disk.fill(but=0)
+    with pytest.raises(MegatronFRError, match=r"cannot write .*/tensorboard: No space left"):
+        writer.write({f"a{number}": 1.0 for number in range(5000)} | {"update": 2})
+    writer.close()
+
+
+def test_rows_do_not_vanish_in_a_deleted_folder(tmp_path):
+    writer = MetricsWriter(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(MegatronFRError, match=r"cannot write .*/run/metrics.jsonl: No such file"):
+        writer.write({"update": 1})
+    writer.close()

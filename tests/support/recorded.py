@@ -9,7 +9,7 @@ import asyncio
 import random
 import threading
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,11 +77,17 @@ def episode(prompt_id: str, trajectory_id: str, group_id: str, version: int) -> 
 class Rollouts:
     """The service's rollouts and endpoints; make it in a running event loop."""
 
-    def __init__(self, config: RunConfig, restored: RolloutState | None = None, **episodes: Any) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        restored: RolloutState | None = None,
+        prompts: Sequence[Prompt] = PROMPTS,
+        **episodes: Any,
+    ) -> None:
         fleet: Any = NoEngines()
         made_up: Any = MadeUp(fleet, **episodes)
         failure: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.training = TrainingRollouts(config, PROMPTS, made_up, LIMITS, on_fatal=failure.set_result)
+        self.training = TrainingRollouts(config, prompts, made_up, LIMITS, on_fatal=failure.set_result)
         self.gate, self.queue, self.pool = self.training.gate, self.training.queue, self.training.pool
         if restored is not None:
             restore_state(self.training, restored)

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron_fr.algorithm import RewardBatch
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import MegatronFRError, RolloutEnded
-from megatron_fr.runtime.collectives import from_rank_zero, from_source
+from megatron_fr.runtime.collectives import from_rank_zero, from_source, waiting_for
 from megatron_fr.trainer.data.batch import MicroBatch, build_micro_batch
 from megatron_fr.trainer.data.client import Lease, LeasedItem, RolloutClient
 from megatron_fr.trainer.data.packing import assign_to_ranks, plan_micro_batches
@@ -45,7 +45,7 @@ class BatchLoader:
     def __init__(
         self, config: RunConfig, policy: Policy, client: RolloutClient, device: torch.device, stop: object = None
     ) -> None:
-        self._client, self._stop = client, stop
+        self._client, self._stop, self._batch_size = client, stop, config.train.batch_size
         self._objective = policy.step.objective
         self._plan: dict[str, Any] = {
             "micro_batch_size": config.train.micro_batch_size,
@@ -68,11 +68,12 @@ class BatchLoader:
         """
         started = time.monotonic()
         lease: Lease | None = None
-        while lease is None:
-            # In short attempts: a batch may take longer to generate than a collective of the other ranks may wait.
-            stop, lease = from_rank_zero(lambda: self._attempt(version))
-            if stop:
-                raise Shutdown
+        with waiting_for(self._what_is_awaited):
+            while lease is None:
+                # In short attempts: a batch may take longer to generate than a collective of the other ranks may wait.
+                stop, lease = from_rank_zero(lambda: self._attempt(version))
+                if stop:
+                    raise Shutdown
         wait_s = time.monotonic() - started
         items = lease.items
         rank = parallel_state.get_data_parallel_rank()
@@ -101,6 +102,16 @@ class BatchLoader:
         """Lay one trajectory out, the same on every DP rank; an interleaved pipeline gets more, empty micro-batches."""
         empty = [build_micro_batch([], [], **self._build) for _ in range(self._plan["multiple_of"] - 1)]
         return [build_micro_batch([trajectory], [0.0], **self._build), *empty]
+
+    def _what_is_awaited(self) -> str:
+        try:
+            status = self._client.status()
+        except MegatronFRError:  # :meth:`lease` says so
+            return "the rollout service to answer"
+        return (
+            f"batch {status['consumed_batches'] + 1}: {status['queued']} of {self._batch_size} trajectories are "
+            f"finished, {status['in_flight']} under way"
+        )
 
     def _attempt(self, version: int) -> tuple[bool, Lease | None]:
         return (True, None) if self._stop else (False, self._client.lease(version, wait_s=1.0))
