@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_fr.errors import ToolError
 
 INSIDE = Path(__file__).with_name("inside")
-PACKAGES, INSIDE_ROOT = "/packages", "/sandbox"
+PACKAGES, INSIDE_ROOT, SCRATCH = "/packages", "/sandbox", "/scratch"
 #: Imported once, before the first call; found in ``/packages`` with what they need.
 PREIMPORT = ("numpy", "sympy")
 _BESIDE = ("numpy.libs", "mpmath")
@@ -35,7 +35,7 @@ def command(read_only_paths: Sequence[Path], channel: int) -> list[str]:
     """The command line that starts the warm interpreter in a root of its own, with ``channel`` as its socket."""
     interpreter = os.path.realpath(sys.executable)
     binds = dict(_binds(interpreter)) | {str(path): str(path) for path in read_only_paths if path.exists()}
-    folders = {"/tmp", "/dev/shm", "/proc"}
+    folders = {SCRATCH, "/dev/shm", "/proc"}
     for target in binds:
         folders |= {str(parent) for parent in Path(target).parents}
     arguments = [find_bwrap(), "--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "sandbox"]

@@ -153,7 +153,9 @@ class Sandbox:
         process, channel = self._process, self._channel
         assert process is not None
         assert channel is not None
-        folder = "/tmp" if self._isolate else await asyncio.to_thread(tempfile.mkdtemp, prefix="megatron-fr-tool-")
+        folder = (
+            root.SCRATCH if self._isolate else await asyncio.to_thread(tempfile.mkdtemp, prefix="megatron-fr-tool-")
+        )
         group: Path | None = None
 
         async def confirm(pid: int) -> None:

@@ -17,6 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 KEYS = {
     "loss": ("keep_time_ratio", "recompute_time_ratio", "keep_memory_ratio", "recompute_memory_ratio"),
     "convert": ("time_ratio_vs_copy", "to_hf_memory_over_bound", "to_megatron_memory_over_model"),
+    "sandbox": (
+        *(f"{way}_calls_per_s_{n}" for way in ("sandbox", "python", "bwrap") for n in (1, 64, 500)),
+        *(f"event_loop_delay_ms_{n}" for n in (1, 64, 500)),
+    ),
     "step": ("step_ratio_vs_floor",),
     "main_job": (
         *("update_s", "wait_s", "forward_backward_s", "optimizer_s", "sync_s", "probe_s"),

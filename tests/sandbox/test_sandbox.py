@@ -207,7 +207,7 @@ def test_each_call_has_an_empty_folder_of_its_own() -> None:
     async def work(server: Sandbox) -> list[str]:
         return [(await server.run_code(code, LIMITS)).output for _ in range(2)]
 
-    assert sandboxed(work) == ["/tmp []\n"] * 2
+    assert sandboxed(work) == ["/scratch []\n"] * 2
 
 
 def test_crashing_the_interpreter_is_an_error_result() -> None:

@@ -14,7 +14,7 @@ _MS_RDONLY, _MS_NOSUID, _MS_NODEV = 0x1, 0x2, 0x4
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _NEW = os.CLONE_NEWUSER | os.CLONE_NEWPID | os.CLONE_NEWNS | os.CLONE_NEWIPC | os.CLONE_NEWNET
 #: Sizes in MiB of the file systems in memory that a call may write to.
-WRITABLE = {"/tmp": 128, "/dev/shm": 64}
+WRITABLE = {"/scratch": 128, "/dev/shm": 64}
 
 libc = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock, which a raw clone must not lose
 
@@ -39,15 +39,13 @@ def die_with_parent() -> None:
 
 
 def fork() -> int:
-    """As ``os.fork``; the child is the first process of new user, pid, mount, IPC and network namespaces."""
-    ctypes.pythonapi.PyOS_BeforeFork()
+    """Fork; the child is the first process of new user, pid, mount, IPC and network namespaces.
+
+    Python's own hooks run at the child's next ``os.fork``. They are needed in what runs code, not in what waits for it.
+    """
     pid: int = libc.syscall(_CLONE[platform.machine()], _NEW | signal.SIGCHLD, 0, 0, 0, 0)
-    number = ctypes.get_errno()
-    if pid == 0:
-        ctypes.pythonapi.PyOS_AfterFork_Child()
-    else:
-        ctypes.pythonapi.PyOS_AfterFork_Parent()
     if pid < 0:
+        number = ctypes.get_errno()
         raise OSError(number, f"no namespaces for the call: {os.strerror(number)}")
     return pid
 
