@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -141,4 +142,5 @@ def _plain(value: Any) -> float | int | bool | None:
 
 
 def _unwritable(path: Path, error: OSError) -> MegatronFRError:
-    return MegatronFRError(f"cannot write {path}: {error.strerror}; free space or set output to another folder")
+    remedy = "free space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "mend that"
+    return MegatronFRError(f"cannot write {path}: {error.strerror}; {remedy} or set output to another folder")

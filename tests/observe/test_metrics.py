@@ -106,7 +106,7 @@ def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path):
 
 def test_a_tensorboard_folder_that_cannot_be_made_is_one_clear_error(tmp_path):
     (tmp_path / "tensorboard").write_text("")
-    with pytest.raises(MegatronFRError, match=r"cannot write .*/tensorboard: .*; free space or set output"):
+    with pytest.raises(MegatronFRError, match=r"cannot write .*/tensorboard: File exists; mend that or set output"):
         MetricsWriter(tmp_path)
 
 
