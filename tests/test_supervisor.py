@@ -27,23 +27,24 @@ def dead(name: str, code: str, log: Path) -> Child:
 
 
 KILLED = "import os; os.kill(os.getpid(), 9)"
+SIGKILL = "ended with signal SIGKILL (out of memory, or killed by hand)"
 NO_ANSWER = "raise SystemExit('error: nobody answers')"
 
 
 def test_a_child_without_an_error_is_not_given_that_of_an_earlier_run(tmp_path: Path) -> None:
     log = tmp_path / "trainer-0.log"
     log.write_text("error: the disk was full\n")
-    assert dead("trainer rank 0", KILLED, log).reason() == "trainer rank 0 ended with signal SIGKILL"
+    assert dead("trainer rank 0", KILLED, log).reason() == f"trainer rank 0 {SIGKILL}"
     assert dead("trainer rank 0", NO_ANSWER, log).reason() == "nobody answers"
     assert log.read_text() == "error: the disk was full\nerror: nobody answers\n"
 
 
 def test_warnings_are_no_reason_why_a_child_ended(tmp_path: Path) -> None:
-    warn = "import warnings; [warnings.warn('old', DeprecationWarning) for _ in '12']; "
+    warn = "import warnings; [warnings.warn('old', DeprecationWarning) for _ in '12']; print('A IS DEPRECATED'); "
     child = dead("trainer rank 0", f"{warn}print('loading');{KILLED}", tmp_path / "log")
     text = child.reason()
     assert "DeprecationWarning" in (tmp_path / "log").read_text()
-    assert text.splitlines()[0] == f"trainer rank 0 ended with signal SIGKILL; last lines of {tmp_path / 'log'}:"
+    assert text.splitlines()[0] == f"trainer rank 0 {SIGKILL}; last lines of {tmp_path / 'log'}:"
     assert text.splitlines()[1:] == ["loading"]
 
 

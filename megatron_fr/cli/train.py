@@ -38,8 +38,10 @@ _SERVICE_GRACE_S = 3.0
 _SERVICE_REPORT_S = 2.0
 
 
-#: What Python and torch warn of, with the line of source below it: never why a process ended.
-_WARNING = re.compile(r"^(\S.*:\d+: \w*Warning: .*|(\[rank\d+\]:)?\[W\d.*)\n?(?:  .*\n?)?", re.MULTILINE)
+#: What Python, torch and Megatron-Core warn of, with the line of source below it: never why a process ended.
+_WARNING = re.compile(
+    r"^(\S.*:\d+: \w*Warning: .*|(\[rank\d+\]:)?\[?W\d{4}.*|.*\bDEPRECATED\b.*)(\n|$)(?:  .*(\n|$))?", re.MULTILINE
+)
 
 
 class Child:
@@ -79,12 +81,13 @@ class Child:
         ended = f"{self.name} ended with " + (
             f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         )
+        ended += " (out of memory, or killed by hand)" if code == -signal.SIGKILL else ""
         last = _WARNING.sub("", "\n".join(self._last)).splitlines()[-15:]
         return self.error() or "\n".join([f"{ended}; last lines of {self.log}:", *last] if last else [ended])
 
     def last_line(self) -> str:
         """The last line of its output, without the time and level of Python's logging."""
-        return re.sub(r"^[\d :,-]+[A-Z]+ ", "", self._last[-1])[:200] if self._last else "nothing said yet"
+        return re.sub(r"^[\d :,-]+[A-Z]+ ", "", self._last[-1])[:120] if self._last else "nothing said yet"
 
     def kill_tree(self) -> None:
         """Kill the process and its descendants, and wait for them."""
@@ -212,7 +215,7 @@ class Supervisor:
             if self._signals and deadline == float("inf"):
                 print(
                     "\ninterrupted: the trainer ends its update, saves a checkpoint and the weights, and stops, within "
-                    f"checkpoint.stop_grace_s={grace:g}; Ctrl-C again kills it unsaved",
+                    f"{grace:g} s (checkpoint.stop_grace_s); Ctrl-C again kills it unsaved",
                     flush=True,
                 )
                 deadline = time.monotonic() + grace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -64,7 +65,11 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         try:
             while line:
                 line = line[self._file.write(line) :]
-            self.path.stat()  # else the open file takes rows that nobody will find
+            self.path.stat()
+        except FileNotFoundError as error:  # the open file would take rows that nobody finds
+            raise MegatronFRError(
+                f"{self.path} was deleted while the run wrote to it; set output to a folder that stays"
+            ) from error
         except OSError as error:
             raise _unwritable(self.path, error) from error
         try:
@@ -137,4 +142,5 @@ def _plain(value: Any) -> float | int | bool | None:
 
 
 def _unwritable(path: Path, error: OSError) -> MegatronFRError:
-    return MegatronFRError(f"cannot write {path}: {error.strerror}; free space or set output to another folder")
+    remedy = "free space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "mend that"
+    return MegatronFRError(f"cannot write {path}: {error.strerror}; {remedy} or set output to another folder")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -103,7 +104,9 @@ def plot_run(metrics_jsonl: str | Path, png: str | Path) -> Path:
             draw(axes, panel, rows)
         title = f"{Path(metrics_jsonl).resolve().parent.name}: {_headline(rows)}"
         figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
-        figure.savefig(png, dpi=110, facecolor="white")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph", UserWarning)  # the run's name may be in any alphabet
+            figure.savefig(png, dpi=110, facecolor="white")
     return Path(png)
 
 

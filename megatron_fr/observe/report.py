@@ -39,7 +39,8 @@ def report_run(run_dir: str | Path) -> str:
     except MissingExtraError as error:
         note = ["", f"No {PICTURE}: {error}"]
     except OSError as error:  # the disk is full, or not ours to write
-        note = ["", f"No new {PICTURE}: {error.strerror or error}"]
+        (folder / PICTURE).unlink(missing_ok=True)  # it is cut off
+        note = ["", f"No {PICTURE}: {error.strerror or error}"]
     lines = [f"Run {folder.resolve().name}: {_extent(rows)}", ""]
     failures = read_failures(folder)
     rate = _start_end(rows, "rollout/failure_rate", "{:.1%}")

@@ -165,7 +165,8 @@ def _rescue(loop: TrainerLoop) -> None:
     # No new training checkpoint: that needs the service, which may be gone.
     try:
         newest = loop.checkpoints.finish()
-        _say(f"the newest training checkpoint is {newest}" if newest else "there is no training checkpoint yet")
+        there = newest is not None and newest.is_dir()  # not so where someone deleted the output
+        _say(f"the newest training checkpoint is {newest}" if there else "there is no training checkpoint")
     except MegatronFRError as error:
         _say(f"the training checkpoint could not be saved: {error}")
     try:

@@ -190,7 +190,7 @@ def test_a_full_disk_is_one_error_and_earlier_and_later_checkpoints_are_whole(tm
     assert "training_state/update-000002 could not be written" in errors["full"]
     assert "File too large" in errors["full"], errors["full"]
     assert "Earlier checkpoints are untouched" in errors["full"]
-    assert "could not be written (Not a directory)" in errors["unwritable"]
+    assert "/run/file/in': Not a directory; free space or choose another folder" in errors["unwritable"]
     found = all_checkpoints(tmp_path / "run")
     assert [folder.name for folder in found] == ["update-000003", "update-000001"]
     for folder in found:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import shutil
 import socket
 import time
@@ -10,11 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fr.checkpoint.store import RunRecord
 from megatron_fr.cli.__main__ import main
 from megatron_fr.config import load_config
 from megatron_fr.config.paths import check_prompt_source
-from megatron_fr.errors import ConfigError, MegatronFRError
+from megatron_fr.errors import CheckpointError, ConfigError, MegatronFRError
+from megatron_fr.rollout.cursor import PromptCursor
+from megatron_fr.rollout.prompts import load_prompts
 from megatron_fr.rollout.service import RolloutService
+from megatron_fr.rollout.state import Counters, RolloutState, encode_state
 from tests.support.train_command import RECIPE, arguments, finish, options, recipe
 
 
@@ -102,6 +108,33 @@ def test_what_only_the_trainer_or_an_agent_would_find_is_refused_before_an_engin
 
     with pytest.raises(MegatronFRError, match=reason):
         asyncio.run(start())
+    assert not (tmp_path / "run" / "logs" / "engine-0.log").exists()
+
+
+def test_a_checkpoint_of_other_prompts_or_another_model_is_refused_before_an_engine_starts(
+    policy: Path, tmp_path: Path
+) -> None:
+    config = load_config(RECIPE, [o for o in options(policy, tmp_path / "run") if "=" in o])
+
+    def error() -> str:
+        async def start() -> None:
+            await RolloutService(config, restore=tmp_path / "rollout.state").start()
+
+        with pytest.raises(CheckpointError) as caught:
+            asyncio.run(start())
+        return str(caught.value)
+
+    def save(cursor: PromptCursor) -> None:
+        state = RolloutState(Counters(*[0] * 10), [], cursor.order, [], [])
+        (tmp_path / "rollout.state").write_bytes(encode_state(state))
+
+    prompts = load_prompts(policy / "train.jsonl")
+    save(PromptCursor([*prompts[1:], dataclasses.replace(prompts[0], answer=0)], config.seed))
+    assert "the checkpoint was made with other prompts (ids: " in error()
+    save(PromptCursor(prompts, config.seed, config.data.shuffle))
+    record = RunRecord(1, 1, fixed={"model.layers": 99, "train.batch_size": 8})
+    (tmp_path / "run.json").write_text(json.dumps(dataclasses.asdict(record)))
+    assert "is of another run (model.layers: 99 then, " in error()
     assert not (tmp_path / "run" / "logs" / "engine-0.log").exists()
 
 

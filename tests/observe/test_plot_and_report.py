@@ -1,6 +1,10 @@
 """The picture and the summary, from a record as the trainer writes it."""
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
@@ -10,6 +14,7 @@ from megatron_fr.observe.failures import append_failures
 from megatron_fr.observe.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from megatron_fr.observe.plot import PANELS, draw, plot_run, trailing_mean
 from megatron_fr.observe.report import report_run
+from tests.support.small_disk import SmallDisk
 
 
 @pytest.fixture
@@ -125,3 +130,27 @@ def test_the_report_names_start_end_best_tools_lag_and_where_the_results_are(run
 def test_a_folder_without_a_run_is_one_clear_error(tmp_path):
     with pytest.raises(MegatronFRError, match=r"No such file.*give the folder of a run"):
         report_run(tmp_path / "nothing")
+
+
+def test_a_full_disk_costs_the_picture_and_not_the_summary(tmp_path: Path, small_disk: SmallDisk) -> None:
+    (small_disk.folder / METRICS_FILE).write_text('{"update": 1, "reward/mean": 0.5}\n')
+    small_disk.fill(but=0)
+    text = report_run(small_disk.folder)
+    assert "training reward       0.500" in text
+    assert text.splitlines()[-1] == "No run.png: No space left on device"
+    assert not (small_disk.folder / "run.png").exists()
+    assert "run.png  " not in text
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_name_in_any_alphabet_reaches_the_picture_and_an_ascii_terminal(tmp_path: Path) -> None:
+    run = tmp_path / "\u6b63\u786e"
+    run.mkdir()
+    (run / METRICS_FILE).write_text('{"update": 1, "reward/mean": 0.5}\n')
+    report_run(run)
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_fr.cli", "report", str(run)],
+        capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Run \\u6b63\\u786e: 1 updates" in done.stdout

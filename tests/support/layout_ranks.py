@@ -154,7 +154,7 @@ def failing_writes(model: str, output: str) -> dict[str, str]:
     Then a series with scores, of which the best stay; see the test. One rank.
     """
     from megatron_fr.checkpoint.training import TrainingCheckpoints
-    from megatron_fr.errors import CheckpointError
+    from megatron_fr.errors import CheckpointError, MegatronFRError
 
     policy = _policy(model, {}, "float32")
     config = run_config(Path(model), {}).model_copy(update={"output": Path(output)})
@@ -177,7 +177,7 @@ def failing_writes(model: str, output: str) -> dict[str, str]:
     (Path(output) / "file").write_text("")
     try:
         TrainingCheckpoints(config.model_copy(update={"output": Path(output) / "file" / "in"}), policy, lambda: b"")
-    except CheckpointError as error:
+    except MegatronFRError as error:
         errors["unwritable"] = str(error)
     _keep(config, policy)
     return errors
