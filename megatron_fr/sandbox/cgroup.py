@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from pathlib import Path
 
@@ -15,18 +16,25 @@ class MemoryGroups:
 
     def __init__(self) -> None:
         self.folder = _make_folder()
-        self._free: list[Path] = []
-        self._made = 0
+        self._free: dict[int, list[Path]] = {}
+        self._made = itertools.count()
 
-    def take(self, memory_mb: int) -> Path:
-        """A free group, limited to ``memory_mb`` MiB."""
+    def enter(self, pid: int, memory_mb: int) -> Path:
+        """Put a process into a free group of ``memory_mb`` MiB; blocks for milliseconds, and may run in a thread."""
         assert self.folder is not None
-        if self._free:
-            group = self._free.pop()
-        else:
-            group = self.folder / str(self._made)
-            self._made += 1
+        try:
+            group = self._free.setdefault(memory_mb, []).pop()
+        except IndexError:
+            group = self.folder / str(next(self._made))
             group.mkdir()
+            self._limit(group, memory_mb)
+        (group / "cgroup.procs").write_text(str(pid))
+        return group
+
+    def give_back(self, group: Path, memory_mb: int) -> None:
+        self._free[memory_mb].append(group)
+
+    def _limit(self, group: Path, memory_mb: int) -> None:
         limit = str((memory_mb + _SLACK_MB) << 20)
         if (group / "memory.max").exists():
             (group / "memory.max").write_text(limit)
@@ -34,10 +42,6 @@ class MemoryGroups:
                 (group / "memory.swap.max").write_text("0")
         else:
             (group / "memory.limit_in_bytes").write_text(limit)
-        return group
-
-    def give_back(self, group: Path) -> None:
-        self._free.append(group)
 
     def close(self) -> None:
         """Remove the groups; their processes have ended."""

@@ -161,11 +161,10 @@ class Sandbox:
         async def confirm(pid: int) -> None:
             nonlocal group
             assert self._groups is not None
-            group = await asyncio.to_thread(self._groups.take, limits.memory_mb)
-            await asyncio.to_thread((group / "cgroup.procs").write_text, str(pid))
+            group = await asyncio.to_thread(self._groups.enter, pid, limits.memory_mb)
 
         grouped = self._groups is not None and self._groups.folder is not None
-        settings = {"isolate": self._isolate, "folder": folder}
+        settings = {"folder": folder}
         call = Call(channel, code.encode("utf-8", "surrogatepass"), limits, settings, confirm if grouped else None)
         try:
             await call.run()
@@ -175,7 +174,7 @@ class Sandbox:
             call.refused = LOST
         finally:
             if group is not None and self._groups is not None:
-                self._groups.give_back(group)
+                self._groups.give_back(group, limits.memory_mb)
             if not self._isolate:
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         return _result(call, limits)

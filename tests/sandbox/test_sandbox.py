@@ -255,7 +255,7 @@ def test_a_cancelled_call_ends_its_process() -> None:
         wait_until(lambda: len(descendants(pid)) == 1)  # the warm interpreter: the start's own call is gone
         call = asyncio.create_task(server.run_code("import time; time.sleep(60)", LIMITS))
         await asyncio.sleep(0.3)
-        assert len(descendants(pid)) == 3  # the call's first process and the code's
+        assert len(descendants(pid)) == 2
         call.cancel()
         await asyncio.wait([call])
         assert call.cancelled()
@@ -281,7 +281,7 @@ def test_stopping_ends_every_process() -> None:
         return pids
 
     pids = asyncio.run(main())
-    assert len(pids) >= 4
+    assert len(pids) == 3
     wait_until(lambda: not any(alive(pid) for pid in pids))
 
 
@@ -312,7 +312,7 @@ def test_the_warm_interpreter_and_its_calls_die_with_a_killed_parent(sandbox: st
         assert parent.stdout is not None
         first = int(parent.stdout.readline())
         pids = [first, *descendants(first)]
-        assert len(pids) >= 3
+        assert len(pids) >= 2
         assert all(alive(pid) for pid in pids)
         parent.kill()
         wait_until(lambda: not any(alive(pid) for pid in pids))
@@ -399,8 +399,9 @@ def test_calls_that_the_sandbox_cannot_run_are_counted_and_end_the_run() -> None
         try:
             for _ in range(3):
                 call = asyncio.create_task(server.run_code("import time; time.sleep(60)"))
-                await asyncio.sleep(0.3)
-                os.kill(server.pid or 0, signal.SIGKILL)
+                while server.pid is None or len(descendants(server.pid)) < 2:  # until the call runs
+                    await asyncio.sleep(0.02)
+                os.kill(server.pid, signal.SIGKILL)
                 if server.refused < 2:
                     assert (await call).refused
                 else:

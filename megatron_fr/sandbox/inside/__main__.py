@@ -6,10 +6,12 @@ status). It only forks: code and output never pass through its memory, which eve
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -35,28 +37,69 @@ def main(channel: socket.socket) -> NoReturn:
     if settings["isolate"]:
         namespaces.die_with_parent()  # a change of the id has undone bwrap's
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     gc.collect()
     gc.freeze()
     with open("/proc/self/statm") as file:
         mapped = int(file.read().split()[0]) * os.sysconf("SC_PAGESIZE")
     channel.send(b"ready")
-    uid, gid = os.getuid(), os.getgid()
-    while True:
-        packet, descriptors, _, _ = socket.recv_fds(channel, 4096, 3)
-        if not packet:
-            os._exit(0)  # the run is over
-        request = json.loads(packet) | {"mapped": mapped}
+    Calls(channel, settings["isolate"], mapped).serve()
+
+
+class Calls:
+    """The calls under way. When the outside closes a call's status socket, the call is ended."""
+
+    def __init__(self, channel: socket.socket, isolate: bool, mapped: int) -> None:
+        self.channel, self.isolate, self.mapped = channel, isolate, mapped
+        self.uid, self.gid = os.getuid(), os.getgid()
+        self.poll = select.poll()
+        self.poll.register(channel, select.POLLIN)
+        self.calls: dict[int, tuple[int, int, int]] = {}  # by either descriptor: process, its pidfd, status
+
+    def serve(self) -> NoReturn:
+        while True:
+            for descriptor, _ in self.poll.poll():
+                if descriptor == self.channel.fileno():
+                    self._start()
+                elif descriptor in self.calls:  # else it went with another descriptor of this round
+                    self._end(*self.calls[descriptor])
+
+    def _start(self) -> None:
+        packet, descriptors, _, _ = socket.recv_fds(self.channel, 4096, 3)
+        if not packet:  # the run is over
+            for ending in {*self.calls.values()} if not self.isolate else ():
+                os.killpg(ending[0], signal.SIGKILL)
+            os._exit(0)  # the kernel ends isolated calls with it
+        code, output, status = descriptors
+        request = json.loads(packet) | {"isolate": self.isolate, "mapped": self.mapped}
         try:
-            pid = namespaces.fork() if request["isolate"] else os.fork()
-        except OSError as error:
-            socket.socket(fileno=os.dup(descriptors[2])).send(json.dumps({"refused": str(error)}).encode())
-        else:
+            pid = namespaces.fork() if self.isolate else os.fork()
             if pid == 0:
-                channel.close()
-                call.supervise(request, *descriptors, uid=uid, gid=gid)
-        for descriptor in descriptors:
+                self.channel.close()
+                call.run(request, code, output, status, self.uid, self.gid)
+            process = os.pidfd_open(pid)
+            self.calls[process] = self.calls[status] = (pid, process, status)
+            self.poll.register(process, select.POLLIN)
+            self.poll.register(status, 0)  # only its end
+        except OSError as error:
+            _report(status, {"refused": str(error)})
+            os.close(status)
+        os.close(code)
+        os.close(output)
+
+    def _end(self, pid: int, process: int, status: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # the kernel ends all others of its namespace with it
+            os.kill(pid, signal.SIGKILL) if self.isolate else os.killpg(pid, signal.SIGKILL)
+        ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        _report(status, {"status": ended})
+        for descriptor in (process, status):
+            self.poll.unregister(descriptor)
+            del self.calls[descriptor]
             os.close(descriptor)
+
+
+def _report(status: int, report: dict[str, object]) -> None:
+    with contextlib.suppress(OSError):  # the outside has left
+        os.write(status, json.dumps(report).encode())
 
 
 main(socket.socket(fileno=int(sys.argv[1])))

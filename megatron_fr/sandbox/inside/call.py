@@ -1,4 +1,4 @@
-"""One call: the process that watches over it, and the one that runs the code."""
+"""What the process of one call does: leaves everything behind, then runs the code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import linecache
 import os
 import resource
-import select
 import signal
 import sys
 import traceback
@@ -21,50 +20,31 @@ _NICE = 10
 _MIB = 1 << 20
 
 
-def supervise(request: dict[str, Any], code: int, output: int, status: int, uid: int, gid: int) -> NoReturn:
-    """Be process 1 of the call: prepare, run ``code`` in a child, report how it ended.
+def run(request: dict[str, Any], code: int, output: int, status: int, uid: int, gid: int) -> NoReturn:
+    """Isolate this process, the first of its namespaces, and execute ``code`` in it; exit status 1 after an exception.
 
-    ``status`` is a socket to the outside. Only this process holds it, so that code cannot forge a report. When the
-    other side closes it, this process ends, and the kernel ends all others of the call with it.
+    ``status`` is a socket to the outside, closed before the code runs, which so cannot forge a report.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    isolate = request["isolate"]
     try:
         if request["confirm"]:  # the outside puts this process into its control group
             os.write(status, b"{}")
             if not os.read(status, 1):
                 os._exit(0)
-        if isolate:
+        if request["isolate"]:
             namespaces.settle(uid, gid)
             namespaces.drop_capabilities()
             seccomp.install(namespaces.libc)
-        child = os.fork()
+        os.setsid()
+        os.nice(_NICE)
+        os.chdir(request["folder"])
+        with open(code, "rb", closefd=False) as file:
+            text = file.read().decode("utf-8", "surrogatepass")
     except OSError as error:
         os.write(status, json.dumps({"refused": str(error)}).encode())
         os._exit(0)
-    if child == 0:
-        _run(request, code, output)
-    os.close(code)
-    os.close(output)
-    ready, _, _ = select.select([os.pidfd_open(child), status], [], [])
-    if status not in ready:
-        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        os.write(status, json.dumps({"status": ended}).encode())
-    if not isolate:
-        os.killpg(child, signal.SIGKILL)
-    os._exit(0)
-
-
-def _run(request: dict[str, Any], code: int, output: int) -> NoReturn:
-    """Execute untrusted code as ``__main__`` under its limits; exit status 1 after an exception."""
-    os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.nice(_NICE)
-    with open(code, "rb", closefd=False) as file:
-        text = file.read().decode("utf-8", "surrogatepass")
+    for number in (signal.SIGINT, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
     _standard_streams(output)
-    os.chdir(request["folder"])
     os.environ.update(HOME=request["folder"], TMPDIR=request["folder"])
     _limit(request["timeout_s"], request["memory_mb"], request["mapped"])
     linecache.cache[_FILENAME] = (len(text), None, text.splitlines(keepends=True), _FILENAME)

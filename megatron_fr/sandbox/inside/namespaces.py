@@ -39,13 +39,15 @@ def die_with_parent() -> None:
 
 
 def fork() -> int:
-    """Fork; the child is the first process of new user, pid, mount, IPC and network namespaces.
-
-    Python's own hooks run at the child's next ``os.fork``. They are needed in what runs code, not in what waits for it.
-    """
+    """As ``os.fork``; the child is the first process of new user, pid, mount, IPC and network namespaces."""
+    ctypes.pythonapi.PyOS_BeforeFork()
     pid: int = libc.syscall(_CLONE[platform.machine()], _NEW | signal.SIGCHLD, 0, 0, 0, 0)
+    number = ctypes.get_errno()
+    if pid == 0:
+        ctypes.pythonapi.PyOS_AfterFork_Child()
+    else:
+        ctypes.pythonapi.PyOS_AfterFork_Parent()
     if pid < 0:
-        number = ctypes.get_errno()
         raise OSError(number, f"no namespaces for the call: {os.strerror(number)}")
     return pid
 
