@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import aiohttp
 
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import ConfigError, EngineError
 from megatron_fr.rollout.service import RolloutService
+from megatron_fr.runtime.console import say_what_is_awaited
 
 
 async def evaluate_model(config: RunConfig) -> dict[str, float]:
@@ -18,15 +21,22 @@ async def evaluate_model(config: RunConfig) -> dict[str, float]:
     if not config.evaluation_sets:
         raise ConfigError("data.eval is not set; name a file or dataset of held-out prompts, or set evaluation.sets")
     service = RolloutService(config, training=False)
+    engines, logs = config.rollout.engines, config.output / "logs"
     try:
-        await service.start()
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http,
-            http.post(f"{service.url}/evaluate", json={"name": "eval"}) as response,
-        ):
-            body = await response.json()
-            if response.status != 200:
-                raise EngineError(body.get("error", f"evaluation failed with HTTP {response.status}"))
-            return {f"eval/{name}": value for name, value in body["metrics"].items()}
+        with say_what_is_awaited(lambda: f"{engines} engine(s); logs in {logs}", stream=sys.stderr):
+            await service.start()
+        with say_what_is_awaited(lambda: "the evaluation", stream=sys.stderr):
+            return await _evaluate(service.url)
     finally:
         await service.stop()
+
+
+async def _evaluate(url: str) -> dict[str, float]:
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http,
+        http.post(f"{url}/evaluate", json={"name": "eval"}) as response,
+    ):
+        body = await response.json()
+        if response.status != 200:
+            raise EngineError(body.get("error", f"evaluation failed with HTTP {response.status}"))
+        return {f"eval/{name}": value for name, value in body["metrics"].items()}

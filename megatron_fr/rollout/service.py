@@ -174,9 +174,9 @@ def load_tokenizer(path: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"model.path={path!r} has no usable tokenizer: {reason}") from error
+    except Exception as error:  # damaged files raise a dozen kinds
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ModelError(f"model.path={path!r} has no usable tokenizer: {reason}; fetch it again") from error
 
 
 def model_limits(spec: ModelSpec, max_context: int) -> ModelLimits:

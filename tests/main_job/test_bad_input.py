@@ -83,27 +83,29 @@ def test_prompts_that_can_be_no_dataset_are_refused_and_offline_names_are_left_t
             check_prompt_source(name)
 
 
-def with_broken_template(policy: Path, folder: Path) -> str:
-    shutil.copytree(policy, folder)
-    (folder / "chat_template.jinja").write_text("{{ raise_exception('no system message, please') }}")
-    return str(folder)
-
-
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("override", "broken", "reason"),
     [
-        ("parallel={world_size: 4, tp: 4}", r"parallel.tp=4 does not divide the model's KV heads \(2\)"),
-        ("broken template", "chat template in model.path cannot take prompt '0': .*no system message, please"),
+        ("parallel={world_size: 4, tp: 4}", {}, r"parallel.tp=4 does not divide the model's KV heads \(2\)"),
+        (
+            "seed=1",
+            {"chat_template.jinja": "{{ raise_exception('no system message, please') }}"},
+            "chat template in model.path cannot take prompt '0': .*no system message, please",
+        ),
+        ("seed=1", {"tokenizer.json": '{"version": "1.0"}'}, r"has no usable tokenizer: .*; fetch it again"),
+        ("seed=1", {"tokenizer_config.json": "[1]"}, r"has no usable tokenizer: .*; fetch it again"),
     ],
+    ids=["layout", "template", "tokenizer", "tokenizer_config"],
 )
 def test_what_only_the_trainer_or_an_agent_would_find_is_refused_before_an_engine_starts(
-    policy: Path, tmp_path: Path, changes: str, reason: str
+    policy: Path, tmp_path: Path, override: str, broken: dict[str, str], reason: str
 ) -> None:
-    if changes == "broken template":
-        changes = f"model.path={with_broken_template(policy, tmp_path / 'model')}"
+    model = shutil.copytree(policy, tmp_path / "model")
+    for name, text in broken.items():
+        (model / name).write_text(text)
 
     async def start() -> None:
-        config = load_config(RECIPE, [o for o in options(policy, tmp_path / "run", changes) if "=" in o])
+        config = load_config(RECIPE, [o for o in options(model, tmp_path / "run", override) if "=" in o])
         await RolloutService(config).start()
 
     with pytest.raises(MegatronFRError, match=reason):

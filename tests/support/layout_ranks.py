@@ -231,7 +231,7 @@ def go_on(model: str, output: str) -> dict[str, Any]:
     from megatron_fr.checkpoint.store import all_checkpoints, find_resumed, newest_usable
     from megatron_fr.checkpoint.training import TrainingCheckpoints
     from megatron_fr.config.sections import CheckpointConfig
-    from megatron_fr.errors import CheckpointError
+    from megatron_fr.errors import MegatronFRError
     from megatron_fr.hf.folder import read_spec
 
     policy = _policy(model, {}, "float32")
@@ -249,7 +249,7 @@ def go_on(model: str, output: str) -> dict[str, Any]:
     def refused(name: str, try_it: Callable[[], Any]) -> None:
         try:
             errors[name] = f"accepted: {try_it()}"
-        except CheckpointError as error:
+        except MegatronFRError as error:
             errors[name] = str(error)
 
     refused("second run", lambda: TrainingCheckpoints(config, policy, lambda: b"state"))
