@@ -56,7 +56,7 @@ else
   tests+=(--durations=15)
   beside=()
   if (($# == 0)); then
-    for folder in agents algorithm checkpoint convert data hf observe parallel pitfalls plan tools trainer weight_sync; do
+    for folder in agents algorithm checkpoint convert data hf observe parallel pitfalls plan sandbox tools trainer weight_sync; do
       [[ ! -d tests/$folder ]] || beside+=("tests/$folder")
     done
     beside+=(tests/extending tests/test_doctor.py)

@@ -233,7 +233,7 @@ def test_many_calls_run_side_by_side_and_are_not_mixed_up() -> None:
     assert sandboxed(work) < 16 * 0.5
 
 
-def test_a_killed_zygote_gives_error_results_and_is_started_again() -> None:
+def test_a_killed_sandbox_gives_error_results_and_is_started_again() -> None:
     async def work(server: Sandbox) -> None:
         assert server.pid is not None
         calls = [asyncio.create_task(server.run_code("import time; time.sleep(60)", LIMITS)) for _ in range(3)]
@@ -364,6 +364,26 @@ def test_without_user_namespaces_it_refuses_to_start_unless_told_not_to() -> Non
     assert "user namespaces" in lines[0]
     assert "agent.tool.sandbox=none" in lines[0]
     assert lines[1:] == ["42", "", "True"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs util-linux")
+def test_the_main_job_ends_with_the_remedy_before_it_makes_a_model(tmp_path: Path) -> None:
+    script = "echo 0 > /proc/sys/user/max_user_namespaces && exec launch/local.sh"
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "bash", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env={**os.environ, "MEGATRON_FR_CACHE": str(tmp_path)},
+    )
+    if "unshare failed" in done.stderr:
+        pytest.skip("this kernel allows no user namespace")
+    assert done.returncode == 1
+    assert "error: the tool sandbox did not start" in done.stderr
+    assert "agent.tool.sandbox=none" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_bwrap_it_refuses_to_start_and_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

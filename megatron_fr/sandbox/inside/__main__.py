@@ -87,8 +87,9 @@ class Calls:
         os.close(output)
 
     def _end(self, pid: int, process: int, status: int) -> None:
+        end = os.kill if self.isolate else os.killpg
         with contextlib.suppress(ProcessLookupError):  # the kernel ends all others of its namespace with it
-            os.kill(pid, signal.SIGKILL) if self.isolate else os.killpg(pid, signal.SIGKILL)
+            end(pid, signal.SIGKILL)
         ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         _report(status, {"status": ended})
         for descriptor in (process, status):
