@@ -150,15 +150,17 @@ class Supervisor:
         previous = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         failure: MegatronFRError | None = None
         try:
-            self._run()
-        except MegatronFRError as error:
-            failure = error
+            try:
+                self._run()
+            except MegatronFRError as error:
+                failure = error
+            finally:
+                self._end_everything()
+            if self._record_size() != self._recorded:  # else the record is of an earlier run
+                self._report()
         finally:
-            self._end_everything()
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        if self._record_size() != self._recorded:  # else the record is of an earlier run
-            self._report()
         if self._lock is not None:
             self._lock.close()
         if failure is not None:
