@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -118,6 +119,31 @@ def test_a_changed_setting_is_refused_before_anything_starts(
     error = capsys.readouterr().err
     assert "is of another run (train.batch_size: 64 then, 128 now); undo the change" in error
     assert not (tmp_path / "logs" / "rollout.log").exists()
+
+
+STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_second_interruption_kills_the_trainer_and_says_what_the_next_start_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], saved: bool
+) -> None:
+    folder = complete(work_folder(tmp_path, 3), RunRecord(3, 3)) if saved else None
+    supervisor = Supervisor(run_config(tmp_path))
+    supervisor._ranks.append(rank := Child.spawn("trainer rank 0", tmp_path / "log", ["-c", STUBBORN], {}))
+    try:
+        while rank.last_line() != "up":
+            time.sleep(0.01)
+        supervisor._signals = 1
+        threading.Timer(0.5, supervisor._on_signal).start()
+        then = f"goes on from {folder}" if saved else "begins again: there is no training checkpoint yet"
+        with pytest.raises(
+            MegatronFRError, match=rf"was interrupted again before it had saved, .*; the same command {then}$"
+        ):
+            supervisor._wait_for_ranks()
+    finally:
+        rank.kill_tree()
+    assert "and stops, within 300 s (checkpoint.stop_grace_s); Ctrl-C again kills it unsaved" in capsys.readouterr().out
 
 
 def test_a_wait_says_what_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_fr.checkpoint.store import RunRecord, complete
 from megatron_fr.config import RunConfig
-from megatron_fr.errors import CheckpointError, RequestFailed, SyncError
+from megatron_fr.errors import CheckpointError, MegatronFRError, RequestFailed, SyncError
 from megatron_fr.observe.metrics import METRICS_FILE, read_metrics
 from megatron_fr.trainer.data.loader import Shutdown
 from megatron_fr.trainer.evaluation import run_evaluation
@@ -173,6 +174,24 @@ def test_the_last_weights_are_saved_where_the_last_checkpoint_cannot_be(tmp_path
     with pytest.raises(type(error), match=str(error)):
         bench.run()
     assert bench.saved == ["update-000003"]
+
+
+def test_a_record_that_cannot_be_written_costs_no_weights_and_says_what_there_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path / "run")
+
+    def delete_output(name: str) -> dict[str, float]:
+        if name == "update-2":
+            shutil.rmtree(tmp_path / "run")
+        return {"reward/mean": 0.5}
+
+    monkeypatch.setattr(bench, "evaluate", delete_output)
+    with pytest.raises(MegatronFRError, match=r"/run/metrics.jsonl was deleted while the run wrote to it"):
+        bench.run()
+    assert bench.saved == ["update-000002"]
+    said = capsys.readouterr().out
+    assert "there is no training checkpoint\nsaved the weights of update 2 in " in said
 
 
 def service(version: int, consumed_batches: int) -> Any:
