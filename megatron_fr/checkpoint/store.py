@@ -50,7 +50,7 @@ def read_record(folder: Path) -> RunRecord:
     """Read the ``run.json`` of a checkpoint; raises CheckpointError where it is missing or damaged."""
     path = folder / RUN_FILE
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_bytes())
         return RunRecord(**{f.name: values[f.name] for f in fields(RunRecord)})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error!r}") from error

@@ -66,7 +66,7 @@ def read_spec(path: str | Path) -> ModelSpec:
 def _read_json(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise ModelError(
             f"model.path={str(folder)!r} has no config.json; give a complete Hugging Face folder"

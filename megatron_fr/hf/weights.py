@@ -79,7 +79,7 @@ def _open(path: Path) -> Any:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        named = json.loads(index.read_text())["weight_map"]
+        named = json.loads(index.read_bytes())["weight_map"]
         if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
             raise ValueError("weight_map is no object of file names")
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -41,11 +41,11 @@ def train(
     with waiting_for("the model to be built and its weights to be read"):
         policy = build_policy(config, device)
     client = RolloutClient(service_url)
+    checkpoints = TrainingCheckpoints(config, policy, client.state)  # first: it refuses a second trainer in one output
     loader = BatchLoader(config, policy, client, device.torch_device, stop)
     # Engines on other machines need an address that they can reach; on one machine the loopback is enough.
     host = config.rollout.host if info.master_addr in ("127.0.0.1", "localhost") else socket.gethostname()
     sync = WeightSync(config, device, policy, loader, client, host)
-    checkpoints = TrainingCheckpoints(config, policy, client.state)
     with waiting_for(f"checkpoint {resume} to be read"):
         position = begin_anew(config.output, client) if resume is None else go_on_from(resume, client, checkpoints)
     if config.checkpoint.every == 0:
