@@ -5,6 +5,7 @@ Only the text between two of them is: it is cut out of a dummy conversation rend
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ class Chat:
     """Renders prompts and observations for one tokenizer and one set of tools.
 
     ``stop_token_ids`` end a turn: the end tokens of the tokenizer and of its generation configuration, and the token
-    with which the template closes an assistant turn.
+    with which the template closes an assistant turn. ``xml_calls`` says in which form the template asks for tool calls,
+    ``thinking`` whether the prompt opens a thought.
 
     Raises:
-        ModelError: the tokenizer has no chat template, or one that cannot show tool responses or has no end of turn.
+        ModelError: the tokenizer has no chat template, or one that shows no tools or no tool responses, asks for calls
+            in an unknown form, or has no end of turn.
     """
 
     def __init__(
@@ -43,9 +46,11 @@ class Chat:
                 "neither tokenizer nor generation_config.json names an end token (eos_token_id); add one"
             )
         self.stop_token_ids = tuple(dict.fromkeys(stops))
-        if self._tools and _TOOL not in self._after_assistant([_TOOL], generation_prompt=True):
-            reason = "its chat template does not show messages of role 'tool'"
-            raise self._refusal(f"{reason}; use a template that does, or an agent without tools")
+        prompt = self._render([{"role": "user", "content": _USER}], generation_prompt=True)
+        self.thinking = "<think>" in prompt and prompt.rfind("<think>") > prompt.rfind("</think>")
+        self.xml_calls = self._tools is not None and "<function=" in prompt
+        if self._tools:
+            self._check_tools(prompt)
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The tokens before the first assistant turn, tools and generation prompt included."""
@@ -63,6 +68,15 @@ class Chat:
         """The text of a sampled turn, without the stop token that ended it."""
         kept = token_ids[:-1] if token_ids and token_ids[-1] in self.stop_token_ids else token_ids
         return str(self._tokenizer.decode(list(kept), skip_special_tokens=False))
+
+    def _check_tools(self, prompt: str) -> None:
+        remedy = "use a template that does, or an agent without tools"
+        if not all(str(tool["function"]["name"]) in prompt for tool in self._tools or ()):
+            raise self._refusal(f"its chat template does not show the tools to the model; {remedy}")
+        if "<arg_key>" in prompt:
+            raise self._refusal(f"its chat template does not ask for tool calls in JSON or <function=NAME>; {remedy}")
+        if _TOOL not in self._after_assistant([_TOOL], generation_prompt=True):
+            raise self._refusal(f"its chat template does not show messages of role 'tool'; {remedy}")
 
     def _defuse(self, text: str) -> str:
         for token in self._special:
@@ -107,11 +121,13 @@ class Chat:
 
 
 def _end_tokens(tokenizer: Any) -> list[int]:
-    """End tokens named by ``generation_config.json`` beside the tokenizer, and the tokenizer's own."""
-    ends: Any = []
+    """End tokens named beside the tokenizer by ``generation_config.json``, else by ``config.json``; and its own."""
     folder = Path(getattr(tokenizer, "name_or_path", "") or "")
-    if (folder / "generation_config.json").is_file():
-        from transformers import GenerationConfig
-
-        ends = GenerationConfig.from_pretrained(str(folder)).eos_token_id
-    return [i for i in (*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id) if i is not None]
+    found: Any = None
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        if found is None and path.is_file():
+            try:
+                found = json.loads(path.read_bytes()).get("eos_token_id")
+            except (ValueError, AttributeError) as error:
+                raise ModelError(f"{path} cannot be read: {error}; fetch it again") from error
+    return [i for i in (*(found if isinstance(found, list) else [found]), tokenizer.eos_token_id) if i is not None]

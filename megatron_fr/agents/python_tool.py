@@ -75,7 +75,7 @@ class PythonToolAgent(Agent):
                 return outcome(generation.finish_reason)
             if not generation.token_ids:  # the message before it is not the policy's, or was answered
                 return outcome("stop")
-            wanted = parse_tool_calls(messages[-1]["content"])
+            wanted = parse_tool_calls(messages[-1]["content"], xml=self._chat.xml_calls, thinking=self._chat.thinking)
             if not wanted or turns >= self._config.max_turns:
                 return outcome("stop")
             if session.action_tokens_left <= 0:

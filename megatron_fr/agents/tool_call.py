@@ -1,9 +1,11 @@
-"""The Python tool as chat templates describe it, and tool calls as Qwen models write them:
-``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``. Standard library only."""
+"""The Python tool as chat templates describe it, and tool calls as Qwen models write them, in JSON or in XML:
+``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, or
+``<tool_call><function=NAME><parameter=NAME>value</parameter></function></tool_call>``. Standard library only."""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,14 @@ PYTHON_TOOL_SCHEMA: dict[str, Any] = {
     },
 }
 
-_OPEN, _CLOSE, _END_OF_THOUGHT = "<tool_call>", "</tool_call>", "</think>"
+_OPEN, _CLOSE, _THOUGHT, _END_OF_THOUGHT = "<tool_call>", "</tool_call>", "<think>", "</think>"
+_MARK = re.compile(f"{_OPEN}|{_THOUGHT}|{_END_OF_THOUGHT}")
+_SPACE = re.compile(r"\s*")
+_END_OF_CALL = re.compile(rf"\s*{_CLOSE}")
+#: A value may hold every closing tag but the ones that end its call.
+_XML_CALL = re.compile(rf"\s*<function=([^>\n]+)>(.*?)</function>\s*{_CLOSE}", re.DOTALL)
+_XML_ARGUMENT = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL)
+_JSON = json.JSONDecoder(strict=False)  # models write raw line ends inside strings
 
 
 @dataclass(frozen=True)
@@ -37,30 +46,64 @@ class ToolCallError:
     reason: str
 
 
-def parse_tool_calls(text: str) -> list[ToolCall | ToolCallError]:
-    """The calls of one assistant turn, in order.
+def parse_tool_calls(text: str, *, xml: bool = False, thinking: bool = False) -> list[ToolCall | ToolCallError]:
+    """The calls of one assistant turn, in order. Thoughts call nothing, also one that never ends.
 
-    Reasoning before ``</think>`` calls nothing. A call that the turn's end cuts off is an error.
+    A tag inside a call's argument is text. A call that the turn's end cuts off is an error.
+
+    Args:
+        xml: the form of the calls; the other form is an error.
+        thinking: the turn began inside a thought, which the prompt opened.
     """
     calls: list[ToolCall | ToolCallError] = []
-    rest = text.rpartition(_END_OF_THOUGHT)[2]
-    while _OPEN in rest:
-        rest = rest.partition(_OPEN)[2]
-        body, close, after = rest.partition(_CLOSE)
-        if close and _OPEN not in body:
-            calls.append(_parse(body))
-            rest = after
-        else:  # never closed, or only a later opening is
-            calls.append(ToolCallError(f"{_OPEN} without {_CLOSE}"))
-            rest = rest if close else ""
+    at = _after_thought(text, 0) if thinking else 0
+    while mark := _MARK.search(text, at):
+        at = mark.end()
+        if mark[0] == _THOUGHT:
+            at = _after_thought(text, at)
+        elif mark[0] == _END_OF_THOUGHT:
+            calls.clear()  # the prompt had opened the thought
+        else:
+            call, at = (_xml_call if xml else _json_call)(text, at)
+            calls.append(call)
     return calls
 
 
-def _parse(body: str) -> ToolCall | ToolCallError:
+def _after_thought(text: str, start: int) -> int:
+    end = text.find(_END_OF_THOUGHT, start)
+    return len(text) if end < 0 else end + len(_END_OF_THOUGHT)
+
+
+def _json_call(text: str, start: int) -> tuple[ToolCall | ToolCallError, int]:
+    """The call whose tag ends at ``start``, and where the text goes on."""
+    reason, end = "there is more than one value", start
     try:
-        call = json.loads(body, strict=False)  # models write raw line ends inside strings
+        value, end = _JSON.raw_decode(text, _SPACE.match(text, start).end())  # type: ignore[union-attr]
     except (ValueError, RecursionError) as error:
-        return ToolCallError(f"a tool call must be JSON: {error}")
+        reason = str(error)
+    else:
+        if close := _END_OF_CALL.match(text, end):
+            return _checked(value), close.end()
+    return _broken_call(text, end, f"a tool call must be JSON: {reason}")
+
+
+def _xml_call(text: str, start: int) -> tuple[ToolCall | ToolCallError, int]:
+    if call := _XML_CALL.match(text, start):
+        return ToolCall(call[1], dict(_XML_ARGUMENT.findall(call[2]))), call.end()
+    form = "<function=NAME><parameter=NAME>value</parameter></function>"
+    return _broken_call(text, start, f"a tool call must be {form}")
+
+
+def _broken_call(text: str, start: int, reason: str) -> tuple[ToolCallError, int]:
+    """What is wrong with a call that holds no readable value up to ``start``, and where the text goes on."""
+    close = text.find(_CLOSE, start)
+    opening = text.find(_OPEN, start, close if close >= 0 else len(text))
+    if close < 0 or opening >= 0:  # never closed, or only a later one is
+        return ToolCallError(f"{_OPEN} without {_CLOSE}"), len(text) if close < 0 else opening
+    return ToolCallError(reason), close + len(_CLOSE)
+
+
+def _checked(call: Any) -> ToolCall | ToolCallError:
     if not isinstance(call, dict):
         return ToolCallError(f"a tool call must be a JSON object, not {type(call).__name__}")
     name, arguments = call.get("name"), call.get("arguments")
@@ -68,8 +111,8 @@ def _parse(body: str) -> ToolCall | ToolCallError:
         return ToolCallError('a tool call needs "name", a string')
     if isinstance(arguments, str):  # some models quote the object
         try:
-            arguments = json.loads(arguments, strict=False)
-        except ValueError:
+            arguments = _JSON.decode(arguments)
+        except (ValueError, RecursionError):
             return ToolCallError('"arguments" must be a JSON object, not a string')
     if not isinstance(arguments, dict):
         return ToolCallError('a tool call needs "arguments", a JSON object')

@@ -48,8 +48,9 @@ def read_calibration(path: str | Path, folder: str | Path, *, limit: int = 64) -
         elif path.name == ROLLOUT_FILE or path.suffix == ".npz":
             rows = list(_read_trajectories(path).values())
         else:
-            lines = [(f"{path}:{i}", line) for i, line in enumerate(path.read_text().splitlines(), 1) if line.strip()]
-            rows = [(place, _read_line(place, line, folder)) for place, line in lines]
+            with path.open(encoding="utf-8") as lines:
+                places = [(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+            rows = [(place, _read_line(place, line, folder)) for place, line in places]
     except (CheckpointError, TrajectoryError, OSError, UnicodeDecodeError) as error:
         raise ModelError(f"calibration {path} cannot be read: {error}") from error
     for place, row in rows:
@@ -106,7 +107,7 @@ def _tokenizer(folder: str | Path) -> Any:
 def _read_line(place: str, line: str, folder: str | Path) -> list[int]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{place}: no JSON: {error}; write one object a line") from error
     if not isinstance(row, dict):
         raise ModelError(f'{place}: holds {type(row).__name__}; write an object, {{"tokens": [ids]}}')

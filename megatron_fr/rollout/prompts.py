@@ -12,6 +12,7 @@ from megatron_fr.agents.contract import Prompt
 from megatron_fr.config.paths import PROMPT_FORMATS, check_prompt_source
 from megatron_fr.errors import ConfigError
 
+_CONVERSATION = ("prompt", "messages")
 _ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -54,11 +55,16 @@ def _read_jsonl(name: str, path: Path) -> Iterator[tuple[str, Any]]:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     place = f"line {number}"
-                    yield place, json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{name}, {place}: is no JSON: {error}") from error
+                    record = json.loads(line)
+                    if "\\ud" in line.lower():  # half a surrogate pair is no text that a tokenizer takes
+                        json.dumps(record, ensure_ascii=False).encode()
+                    yield place, record
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name}: is not UTF-8: {error}; convert it") from error
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name}, {place}: holds half a surrogate pair ({error.object[error.start]!r})") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name}, {place}: is no JSON: {error}") from error
 
 
 def _read_parquet(name: str, path: Path) -> Iterator[tuple[str, Any]]:
@@ -68,7 +74,7 @@ def _read_parquet(name: str, path: Path) -> Iterator[tuple[str, Any]]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             records = (record for batch in file.iter_batches() for record in batch.to_pylist())
-            yield from ((f"row {number}", record) for number, record in enumerate(records, 1))
+            yield from ((f"row {number}", _from_arrow(record)) for number, record in enumerate(records, 1))
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{name}: is no readable parquet file: {error}") from error
 
@@ -88,7 +94,18 @@ def _read_dataset(name: str, source: str, split: str) -> Iterator[tuple[str, Any
         raise ConfigError(
             f"{name}: is neither a file nor a dataset that could be read (split {split!r}): {reason}"
         ) from error
-    yield from ((f"row {number}", dict(record)) for number, record in enumerate(dataset, 1))
+    yield from ((f"row {number}", _from_arrow(dict(record))) for number, record in enumerate(dataset, 1))
+
+
+def _from_arrow(record: dict[str, Any]) -> dict[str, Any]:
+    return record | {name: _without_nulls(record[name]) for name in _CONVERSATION if name in record}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Arrow fills objects up with the fields that only others of their column have; those are left out."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _prompt(where: str, number: int, record: Any) -> Prompt:
@@ -97,12 +114,17 @@ def _prompt(where: str, number: int, record: Any) -> Prompt:
             f"{where}: is {type(record).__name__}, expected an object with a field 'prompt' or 'messages'"
         )
     rest = dict(record)
-    given = {name: value for name in ("prompt", "messages") if (value := rest.pop(name, None)) is not None}
+    given = {name: value for name in _CONVERSATION if (value := rest.pop(name, None)) is not None}
     if len(given) != 1:
         what = "both 'prompt' and 'messages'" if given else "neither 'prompt' nor 'messages'"
         raise ConfigError(f"{where}: has {what}; give one")
     ((field, content),) = given.items()
-    if isinstance(content, str):
+    if isinstance(content, str) and field == "messages":  # of sets whose Arrow columns cannot mix types
+        try:
+            content = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{where}, field 'messages': is text, but no JSON: {error}") from error
+    elif isinstance(content, str):
         content = [{"role": "user", "content": content}]
     _check_messages(f"{where}, field {field!r}", content)
     answer, own_id = rest.pop("answer", None), rest.pop("id", None)
@@ -119,5 +141,10 @@ def _check_messages(where: str, content: Any) -> None:
             raise ConfigError(f"{where}[{i}].role: is {message.get('role')!r}, expected one of {', '.join(_ROLES)}")
         if not isinstance(message.get("content"), str):
             raise ConfigError(f"{where}[{i}].content: is {reprlib.repr(message.get('content'))}, expected a string")
+    if content[-1]["role"] == "assistant":
+        raise ConfigError(
+            f"{where}: ends with an assistant's message, which the policy is to write; leave it out, and give what "
+            "the reward compares with as 'answer'"
+        )
     if not any(message["content"].strip() for message in content):
         raise ConfigError(f"{where}: is empty")

@@ -92,7 +92,7 @@ class RolloutService:
             check_aux_loss(spec, config.train.moe_aux_loss_coeff)
             check_layout(spec, config.parallel)
         want_routes = config.train.routing_replay == "rollout" and limits.num_moe_layers > 0
-        tokenizer = load_tokenizer(config.model.path)
+        tokenizer = load_tokenizer(config.model.path, limits.vocab_size)
         prompts = load_prompts(config.data.train, config.data.train_split)
         held_out = load_held_out(config)
         specs = engine_specs(config, device, want_routes)
@@ -168,15 +168,22 @@ class RolloutService:
             self._ending = asyncio.create_task(self._rollouts.pool.stop())
 
 
-def load_tokenizer(path: str) -> Any:
-    """The policy's tokenizer; ModelError where there is none."""
+def load_tokenizer(path: str, vocab_size: int) -> Any:
+    """The policy's tokenizer; ModelError where there is none, or it has ids of ``vocab_size`` or above."""
     from transformers import AutoTokenizer
 
+    folder = resolve_folder(path, weights=False)
     try:
-        return AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # damaged files raise a dozen kinds
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ModelError(f"model.path={path!r} has no usable tokenizer: {reason}; fetch it again") from error
+    if (largest := max(tokenizer.get_vocab().values(), default=0)) >= vocab_size:
+        raise ModelError(
+            f"model.path={path!r}: its tokenizer has token {largest}, its model a vocabulary of {vocab_size}; "
+            "take both from one model, or enlarge the model's embedding"
+        )
+    return tokenizer
 
 
 def model_limits(spec: ModelSpec, max_context: int) -> ModelLimits:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,14 @@ def test_stop_tokens_come_from_tokenizer_generation_config_and_template(tmp_path
     config = folder / "generation_config.json"
     config.write_text(f'{{"eos_token_id": [{pad}, {end}]}}')
     assert set(Chat(AutoTokenizer.from_pretrained(folder)).stop_token_ids) == {end, pad}
+    model, stored = folder / "config.json", json.loads((folder / "config.json").read_text())
+    config.write_text("{}")
+    model.write_text(json.dumps(stored | {"eos_token_id": [pad, end]}))
+    assert set(Chat(AutoTokenizer.from_pretrained(folder)).stop_token_ids) == {end, pad}, "config.json alone names two"
+    config.write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ModelError, match=r"generation_config\.json cannot be read"):
+        Chat(tokenizer)
+    model.write_text(json.dumps(stored))
     tokenizer = AutoTokenizer.from_pretrained(folder, eos_token="<|endoftext|>")
     config.unlink()
     assert set(Chat(tokenizer).stop_token_ids) == {end, pad}, "the template closes a turn with <|im_end|>"
@@ -103,12 +112,45 @@ def test_a_tokenizer_without_a_template_is_refused() -> None:
 def test_a_template_that_hides_tool_messages_is_refused_only_with_tools() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
-        "{% for m in messages if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{{ tools }}{% for m in messages if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     Chat(tokenizer)
     with pytest.raises(ModelError, match="does not show messages of role 'tool'"):
         Chat(tokenizer, TOOLS)
+
+
+CODER = (
+    "{% if tools %}<|im_start|>system\nCall {{ tools[0].function.name }} as <tool_call><function=NAME>..."
+    "</function></tool_call><|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_the_template_says_in_which_form_calls_are_written(tokenizer: Any) -> None:
+    assert not Chat(tokenizer, TOOLS).xml_calls
+    coder = make_tokenizer()
+    coder.chat_template = CODER
+    assert Chat(coder, TOOLS).xml_calls
+    coder.chat_template = CODER.replace("<function=NAME>", "NAME<arg_key>")
+    with pytest.raises(ModelError, match="does not ask for tool calls in JSON"):
+        Chat(coder, TOOLS)
+
+
+def test_a_template_that_drops_the_tools_is_refused() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CODER.replace("{{ tools[0].function.name }} ", "")
+    with pytest.raises(ModelError, match="does not show the tools to the model"):
+        Chat(tokenizer, TOOLS)
+
+
+def test_a_prompt_that_opens_a_thought_is_known(tokenizer: Any) -> None:
+    thinker = make_tokenizer()
+    for opened, thinking in (("<think>\n", True), ("<think>\n\n</think>\n\n", False)):
+        thinker.chat_template = CODER.replace("assistant\n", "assistant\n" + opened)
+        assert Chat(thinker).thinking is thinking
+    assert not Chat(tokenizer).thinking
 
 
 def test_a_template_that_raises_names_the_conversation_it_refused() -> None:

@@ -17,6 +17,7 @@ from megatron_fr.agents.registry import make_agent
 from megatron_fr.agents.tool_call import PYTHON_TOOL_SCHEMA
 from megatron_fr.config import AgentConfig, ToolLimits
 from megatron_fr.errors import ConfigError
+from tests.agents.test_chat import CODER
 from tests.support.scripted import ScriptedSession
 from tools.tiny import make_tokenizer
 from tools.tiny.traces import MODES, Mode, trace
@@ -57,6 +58,15 @@ def roll(
             await agent.stop()
 
     return asyncio.run(main()), session
+
+
+def test_calls_in_the_form_of_the_template_are_carried_out() -> None:
+    coder = make_tokenizer()
+    coder.chat_template = CODER
+    turn = "<tool_call>\n<function=python>\n<parameter=code>\nprint(6 * 7)\n</parameter>\n</function>\n</tool_call>"
+    outcome, _ = roll(coder, turn, "\\boxed{42}")
+    assert outcome.messages[-2] == {"role": "tool", "content": "42"}
+    assert (outcome.num_tool_calls, outcome.num_tool_errors) == (1, 0)
 
 
 def test_a_solution_of_three_turns_is_token_by_token_the_templates_rendering(tokenizer: Any) -> None:

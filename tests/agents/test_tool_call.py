@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from megatron_fr.agents.tool_call import ToolCall, ToolCallError, parse_tool_calls
@@ -69,3 +71,49 @@ def test_calls_inside_the_reasoning_are_not_made() -> None:
     inside = call('{"name": "f", "arguments": {}}')
     assert parse_tool_calls(f"<think>maybe {inside}</think>No.") == []
     assert len(parse_tool_calls(f"<think>hm</think>{inside}")) == 1
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["print('a</think>b')", "print('</tool_call>')", "print('<tool_call>{}</tool_call>')", "print('<think>')"],
+)
+def test_a_tag_inside_an_argument_is_text(code: str) -> None:
+    turn = "<think>plan</think>\n" + call(json.dumps({"name": "python", "arguments": {"code": code}}))
+    assert parse_tool_calls(turn) == [ToolCall("python", {"code": code})]
+    turn = call(f"<function=python>\n<parameter=code>\n{code}\n</parameter>\n</function>")
+    assert parse_tool_calls(turn, xml=True) == [ToolCall("python", {"code": code})]
+
+
+def test_calls_in_a_thought_that_never_ends_are_not_made() -> None:
+    inside = call('{"name": "f", "arguments": {}}')
+    assert parse_tool_calls(f"<think>I could try {inside} but") == []
+    assert parse_tool_calls(f"I could try {inside} but", thinking=True) == []
+    assert len(parse_tool_calls(f"I could try {inside} but</think>{inside}", thinking=True)) == 1
+
+
+def test_what_cannot_be_decoded_is_an_error_of_its_call_alone() -> None:
+    good = call('{"name": "f", "arguments": {}}')
+    for body in (
+        '{"name": "f", "arguments": "' + "[" * 100_000 + '"}',
+        '{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}",
+        '{"name": "f", "arguments": ' + '{"a":' * 50_000,
+    ):
+        bad, after = parse_tool_calls(call(body) + good)
+        assert isinstance(bad, ToolCallError)
+        assert after == ToolCall("f", {})
+
+
+def test_calls_in_xml_keep_their_arguments_lines() -> None:
+    arguments = "<parameter=query>\nline 1\n\n  line 3\n</parameter>\n<parameter=n>\n3\n</parameter>"
+    turn = call(f"<function=search>\n{arguments}\n</function>")
+    assert parse_tool_calls(f"Let me see.\n{turn}", xml=True) == [
+        ToolCall("search", {"query": "line 1\n\n  line 3", "n": "3"})
+    ]
+
+
+def test_the_other_form_of_a_call_is_an_error_that_shows_the_right_one() -> None:
+    in_json, in_xml = call('{"name": "f", "arguments": {}}'), call("<function=f>\n</function>")
+    for turn, xml, form in ((in_json, True, "<function=NAME>"), (in_xml, False, "must be JSON")):
+        (error,) = parse_tool_calls(turn, xml=xml)
+        assert isinstance(error, ToolCallError)
+        assert form in error.reason

@@ -57,6 +57,29 @@ def _schema() -> pyarrow.Schema:
     )
 
 
+def test_messages_written_as_json_text_are_messages(tmp_path: Path) -> None:
+    (prompt,) = load_prompts(write(tmp_path / "p.jsonl", {"messages": json.dumps(CHAT)}))
+    assert prompt.messages == tuple(CHAT)
+
+
+def test_a_line_ends_at_its_line_end_alone(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    text = "one\u2028two\x85three \U0001f600"
+    path.write_text(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" + json.dumps({"prompt": text}), "utf-8")
+    assert [prompt.messages[0]["content"] for prompt in load_prompts(path)] == [text, text]
+
+
+def test_arguments_that_only_other_rows_have_are_no_nulls(tmp_path: Path) -> None:
+    def row(**arguments: str) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": "python", "arguments": arguments}}
+        return {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}, CHAT[1]]}
+
+    path = tmp_path / "p.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row(code="1"), row(query="x")]), path)
+    calls = [prompt.messages[0]["tool_calls"][0]["function"]["arguments"] for prompt in load_prompts(path)]
+    assert calls == [{"code": "1"}, {"query": "x"}]
+
+
 def test_a_dataset_is_read_by_name_and_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -79,6 +102,11 @@ def test_a_dataset_is_read_by_name_and_split(tmp_path: Path, monkeypatch: pytest
     [
         ("{oops", r"line 2: is no JSON"),
         ([1], r"line 2: is list, expected an object"),
+        ('{"prompt": "x", "answer": ' + "9" * 5000 + "}", r"line 2: is no JSON"),
+        ('{"prompt": "x", "answer": ' + "[" * 100_000 + "}", r"line 2: is no JSON"),
+        (r'{"prompt": "smile \ud83d"}', r"line 2: holds half a surrogate pair"),
+        ({"messages": "What is 1 + 1?"}, r"line 2, field 'messages': is text, but no JSON"),
+        ({"prompt": [*CHAT, {"role": "assistant", "content": "4"}]}, r"ends with an assistant's message.*'answer'"),
         ({"answer": 1}, r"line 2: has neither 'prompt' nor 'messages'"),
         ({"prompt": "a", "messages": CHAT}, r"line 2: has both"),
         ({"prompt": 5}, r"line 2, field 'prompt': is 5, expected a string or a list of messages"),
