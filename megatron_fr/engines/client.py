@@ -7,6 +7,7 @@ import base64
 import itertools
 import json
 import math
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,14 @@ class EngineClient:
         self._temperature = temperature
         self._timeout_s = timeout_s
         self._unique = itertools.count()
+        self.forget_prefixes()
+
+    def forget_prefixes(self) -> None:
+        """Read nothing from here on that the engine's prefix cache holds so far: a version may name other weights now.
+
+        The cache outlives its clients, so keys must be unique in the world.
+        """
+        self._cache = uuid.uuid4().hex
 
     async def generate(
         self,
@@ -66,7 +75,7 @@ class EngineClient:
     ) -> Completion:
         """Sample after ``input_ids``.
 
-        The prefix cache is keyed by :attr:`version`, so a request reads no keys and values of older weights.
+        The prefix cache is keyed by client and :attr:`version`: a request reads no keys and values of older weights.
 
         Args:
             routes_from: first row of routes to ask for; None asks for no routes.
@@ -78,6 +87,7 @@ class EngineClient:
             EngineError: the engine cannot be reached, refused the request, or answered something unusable.
         """
         sent_at = self.version
+        part = f"fresh-{next(self._unique)}" if fresh or not reuse_prefix else f"version-{sent_at}"
         body: dict[str, Any] = {
             "input_ids": list(input_ids),
             "sampling_params": {
@@ -89,7 +99,7 @@ class EngineClient:
                 "ignore_eos": ignore_eos,
             },
             "return_logprob": True,
-            "extra_key": f"fresh-{next(self._unique)}" if fresh or not reuse_prefix else f"version-{sent_at}",
+            "extra_key": f"{self._cache}-{part}",
         }
         if routes_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}

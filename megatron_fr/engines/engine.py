@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -33,8 +34,11 @@ _RESERVED = {
     "weight-version": "the trainer's updates",
     "skip-tokenizer-init": "the rollout service, which works on token ids",
 }
+#: Positions of ``context-length`` that SGLang keeps: it refuses prompts that leave fewer.
+_KEPT_POSITIONS = 6
 _POLL_S = 0.2
 _LOG_LINES = 25
+_SOCKET_FOLDER = 60  #: characters of a folder that leave room for a socket's name, of 107 in all
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ def server_args(spec: EngineSpec, port: int, nccl_port: int) -> list[str]:
         "skip-tokenizer-init": True,
         "skip-server-warmup": True,
         "log-level-http": "warning",  # no line for each request
-        "context-length": spec.max_context + 2,  # SGLang keeps two positions for itself
+        "context-length": spec.max_context + _KEPT_POSITIONS,
         "max-running-requests": spec.max_running,
         "enable-return-routed-experts": spec.return_routes,
     }
@@ -119,6 +123,7 @@ class Engine:
         self.ready = False  #: whether :meth:`start` has ended well
         self._leases: list[PortLease] = []
         self._process: subprocess.Popen[bytes] | None = None
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._family: set[psutil.Process] = set()
 
     @property
@@ -173,6 +178,8 @@ class Engine:
             self._process = None
         for lease in self._leases:
             lease.release()
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
     def _launch(self) -> None:
         spec = self.spec
@@ -182,6 +189,9 @@ class Engine:
         self._leases.append(nccl_port := lease_free_port(spec.host))
         self.url = f"http://{spec.host}:{port.port}"
         arguments = server_args(spec, port.port, nccl_port.port)
+        # SGLang's processes exchange pickles through sockets there: no other user may reach them.
+        short = tempfile.gettempdir() if len(tempfile.gettempdir()) < _SOCKET_FOLDER else "/tmp"
+        self._temporary = tempfile.TemporaryDirectory(prefix="mfr-", dir=short, ignore_cleanup_errors=True)
         spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         with spec.log_path.open("wb") as log:
             self._process = subprocess.Popen(
@@ -189,7 +199,7 @@ class Engine:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_environment(spec),
+                env=_environment(spec) | {"TMPDIR": self._temporary.name},
                 start_new_session=True,
             )
 

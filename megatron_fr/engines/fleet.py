@@ -83,6 +83,12 @@ class Fleet:
             raise EngineError(f"there is no engine {url!r}; the engines are {', '.join(self.urls)}")
         return found
 
+    def start_from(self, version: int) -> None:
+        """Note that engines hold the trainer's first weights, perhaps others than those they had as ``version``."""
+        for client in self.clients:
+            client.forget_prefixes()
+        self.set_version(version)
+
     def set_version(self, version: int) -> None:
         """Note that the trainer has brought every engine to ``version``."""
         for client in self.clients:

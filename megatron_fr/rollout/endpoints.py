@@ -84,7 +84,7 @@ class Endpoints:
             versions = f"version {body['version']}, the rollout service from {self.version}"
             raise CheckpointError(f"the trainer goes on from {versions}; give both the same checkpoint")
         self._raise_failure()
-        self.fleet.set_version(self.version)
+        self.fleet.start_from(self.version)
         if self.training:
             self.rollouts.pool.start()
         return web.json_response({})

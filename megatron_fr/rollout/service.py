@@ -153,7 +153,7 @@ class RolloutService:
         self.url = f"http://{socket.gethostname() if any_address else rollout.host}:{server.addresses[0][1]}"
         stuck = report_stuck(lambda: rollouts.pool.finished + rollouts.gate.failed, rollouts.pool.waiting_for)
         for work in (delay.run(), self._watch(), stuck):
-            self._exit.callback(asyncio.create_task(work).cancel)
+            self._exit.push_async_callback(_cancel, asyncio.create_task(work))
         if self._training and restored is None:
             rollouts.pool.start()
 
@@ -166,6 +166,11 @@ class RolloutService:
             self.failure.set_result(self._fleet.death() or error)
             log.error("the run cannot go on: %s", self.failure.result())
             self._ending = asyncio.create_task(self._rollouts.pool.stop())
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def load_tokenizer(path: str, vocab_size: int) -> Any:

@@ -112,7 +112,8 @@ def test_a_tokenizer_without_a_template_is_refused() -> None:
 def test_a_template_that_hides_tool_messages_is_refused_only_with_tools() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
-        "{{ tools }}{% for m in messages if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{{ tools }}{% for m in messages if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+        "{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     Chat(tokenizer)

@@ -163,3 +163,11 @@ from tests.support.processes import alive, family_of, wait_gone
         owner.send_signal(signal.SIGKILL)
         owner.wait()
     assert not wait_gone(family, 5.0)
+
+
+def test_an_engines_sockets_and_its_input_are_closed_to_others(engine: Engine) -> None:
+    environment = psutil.Process(engine.pid).environ()
+    folder = Path(environment["TMPDIR"])
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert len(str(folder)) < 90  # a socket's path ends at 107 characters
+    assert os.readlink(f"/proc/{engine.pid}/fd/0") == "/dev/null"

@@ -242,17 +242,50 @@ def test_limits_bound_the_session_to_the_last_token(engine: Engine, limits: Mode
 
 
 def test_the_whole_context_of_the_engine_can_be_used(engine: Engine, limits: ModelLimits, models: list[Path]) -> None:
-    async def run() -> Trajectory:
+    async def run(left: int) -> Trajectory:
         async with connect(engine, limits) as client:
             session = EngineSession(client, limits, max_new_tokens=limits.max_context, want_routes=True)
-            session.observe([7] * (limits.max_context - 20))
+            session.observe([7] * (limits.max_context - left))
             while session.action_tokens_left:
                 await session.generate(stop_token_ids=[])
             return finish(session)
 
-    trajectory = asyncio.run(run())
-    assert len(trajectory) == limits.max_context
+    for left in (20, 7, 6, 5, 4, 3, 2, 1):
+        trajectory = asyncio.run(run(left))
+        assert len(trajectory) == limits.max_context
     check(trajectory, limits, models[0])
+
+
+@pytest.mark.parametrize("resumed", [False, True], ids=["prefix of a version", "resumed request"])
+def test_no_client_reads_what_another_one_or_another_start_left_in_the_cache(
+    engine: Engine, limits: ModelLimits, models: list[Path], resumed: bool
+) -> None:
+    """A restarted service, another run and a resume that repeats a version number meet a cache of other weights."""
+    prompt = random_tokens(71 + resumed, 150)
+
+    async def roll(client: EngineClient) -> Trajectory:
+        session = EngineSession(client, limits, max_new_tokens=8, want_routes=True)
+        session.observe(prompt)
+        completion = await session._request([], 8, resumed)
+        assert completion.cached_tokens == 0
+        return finish(session)
+
+    async def run() -> list[Trajectory]:
+        async with connect(engine, limits, ignore_eos=True) as first:
+            version = first.version
+            trajectories = [await roll(first)]
+            await load_weights(first, models[1], version)
+            async with connect(engine, limits, ignore_eos=True) as second:
+                trajectories.append(await roll(second))
+            first.forget_prefixes()  # as the fleet does when a trainer starts
+            trajectories.append(await roll(first))
+            await load_weights(first, models[0], version)
+            return trajectories
+
+    before, other_client, other_start = asyncio.run(run())
+    check(before, limits, models[0])
+    check(other_client, limits, models[1])
+    check(other_start, limits, models[1])
 
 
 def test_a_weight_update_in_mid_generation_is_recorded_token_by_token(
