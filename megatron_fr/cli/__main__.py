@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from megatron_fr import __version__
 from megatron_fr.errors import MegatronFRError
+from megatron_fr.runtime.access import private_files
 from megatron_fr.runtime.console import print_any_text
 
 
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("doctor", help="check this machine and environment")
     arguments = parser.parse_args(argv)
     print_any_text()
+    private_files()
     try:
         # Imported where needed: a report must not wait for torch and SGLang.
         if arguments.command == "report":

@@ -9,6 +9,7 @@ import aiohttp
 from megatron_fr.config import RunConfig
 from megatron_fr.errors import ConfigError, EngineError
 from megatron_fr.rollout.service import RolloutService
+from megatron_fr.runtime.access import bearer
 from megatron_fr.runtime.console import say_what_is_awaited
 
 
@@ -26,14 +27,14 @@ async def evaluate_model(config: RunConfig) -> dict[str, float]:
         with say_what_is_awaited(lambda: f"{engines} engine(s); logs in {logs}", stream=sys.stderr):
             await service.start()
         with say_what_is_awaited(lambda: "the evaluation", stream=sys.stderr):
-            return await _evaluate(service.url)
+            return await _evaluate(service.url, service.token)
     finally:
         await service.stop()
 
 
-async def _evaluate(url: str) -> dict[str, float]:
+async def _evaluate(url: str, token: str) -> dict[str, float]:
     async with (
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), headers=bearer(token)) as http,
         http.post(f"{url}/evaluate", json={"name": "eval"}) as response,
     ):
         body = await response.json()

@@ -33,6 +33,9 @@ _RESERVED = {
     "device": "device",
     "weight-version": "the trainer's updates",
     "skip-tokenizer-init": "the rollout service, which works on token ids",
+    "config": "the rollout service, for the token",
+    "api-key": "the token of the run",
+    "admin-api-key": "the token of the run",
 }
 #: Positions of ``context-length`` that SGLang keeps: it refuses prompts that leave fewer.
 _KEPT_POSITIONS = 6
@@ -58,6 +61,7 @@ class EngineSpec:
     return_routes: bool = True
     seed: int = 0
     start_timeout_s: float = 300.0
+    token: str | None = None  #: that requests must show; None: no one is refused
     args: Mapping[str, str | int | float | bool] = field(default_factory=dict)  #: more server arguments
 
 
@@ -192,6 +196,10 @@ class Engine:
         # SGLang's processes exchange pickles through sockets there: no other user may reach them.
         short = tempfile.gettempdir() if len(tempfile.gettempdir()) < _SOCKET_FOLDER else "/tmp"
         self._temporary = tempfile.TemporaryDirectory(prefix="mfr-", dir=short, ignore_cleanup_errors=True)
+        if spec.token is not None:  # in a file: everyone can see a command line
+            keys = Path(self._temporary.name) / "keys.yaml"
+            keys.write_text(f"api-key: {spec.token}\nadmin-api-key: {spec.token}\n")
+            arguments += ["--config", str(keys)]
         spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         with spec.log_path.open("wb") as log:
             self._process = subprocess.Popen(

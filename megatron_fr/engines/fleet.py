@@ -14,6 +14,7 @@ import aiohttp
 from megatron_fr.engines.client import EngineClient
 from megatron_fr.engines.engine import Engine, EngineSpec
 from megatron_fr.errors import EngineError
+from megatron_fr.runtime.access import bearer
 from megatron_fr.trajectory import ModelLimits
 
 # Starts are spread out: simultaneous ones peak in memory together.
@@ -58,7 +59,8 @@ class Fleet:
             raise errors.exceptions[0] from None
         finally:
             saying.cancel()
-        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        headers = bearer(self._engines[0].spec.token)
+        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=headers)
         self.clients = [EngineClient(engine.url, self._http, **self._options) for engine in self._engines]
 
     async def _say_what_is_awaited(self) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from megatron_fr.models.registry import FAMILIES, check_architectures, model_spe
 from megatron_fr.models.spec import ModelSpec
 
 #: Endings of a model's files that are no weights; the weights' index, ``.index.json``, is none of them.
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _COPIED_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
 
 
@@ -91,7 +93,17 @@ def stated_dtype(folder: Path) -> torch.dtype | None:
 
 
 def copy_other_files(source: Path, out: Path) -> None:
-    """Copy configuration, generation configuration, tokenizer and chat template; not weights, and not their index."""
+    """Copy configuration, generation configuration, tokenizer and chat template; not weights, and not their index.
+
+    A folder without a tokenizer is said on standard error.
+
+    Raises:
+        ModelError: a file is a link to what is not there.
+    """
     for file in source.iterdir():
         if file.suffix in _COPIED_SUFFIXES and not file.name.endswith(".index.json"):
+            if not file.exists():
+                raise ModelError(f"{file} is a link to {file.readlink()}, which is not there; fetch the folder again")
             shutil.copyfile(file, out / file.name)
+    if not any((source / name).exists() for name in _TOKENIZERS):
+        print(f"warning: {source} holds no tokenizer, so {out.name} has none either", file=sys.stderr)

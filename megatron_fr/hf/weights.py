@@ -22,6 +22,8 @@ SINGLE_NAME = "model.safetensors"
 SCALE_SUFFIX = "_scale"
 #: Largest weight file, and so the most that a writer holds of what it has not written.
 SHARD_BYTES = 2 * 10**9
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Stored by some exporters, and computed here.
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 
@@ -43,9 +45,10 @@ class WeightFiles:
         self._file_of: dict[str, tuple[str, Any]] = {}
         for file in sorted(set(named.values())) or [SINGLE_NAME]:
             handle = _open(folder / file)
-            self._file_of |= dict.fromkeys(handle.keys(), (file, handle))
+            # Of a tensor in several files, as folders have that were laid over older ones, the index names the one.
+            self._file_of |= {name: (file, handle) for name in handle.keys() if named.get(name, file) == file}  # noqa: SIM118
         for tensor, file in named.items():
-            if tensor not in self._file_of or self._file_of[tensor][0] != file:
+            if tensor not in self._file_of:
                 raise ModelError(f"{folder / file} does not hold {tensor!r}, which {INDEX_NAME} says it does")
 
     @property
@@ -88,12 +91,16 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def open_weights(folder: Path, spec: ModelSpec, *, quantized: bool = False) -> WeightFiles:
-    """Open a folder whose tensors have the names and shapes that the configuration implies; may hold scales if asked.
+    """Open a folder whose tensors have the names and shapes that the configuration implies.
+
+    Only ``quantized`` ones may hold float8 numbers and their scales.
 
     Raises:
         ModelError: names the file and the tensor that is missing, left over, damaged or of another shape.
     """
     files = WeightFiles(folder)
+    if not quantized:
+        _refuse_quantized(files, spec)
     expected = {tensor.name: tensor.shape for tensor in hf_tensor_specs(spec, torch.float32)}
     if missing := [name for name in expected if name not in files.names]:
         raise ModelError(f"{folder}: {len(missing)} tensors are missing, among them {missing[0]!r}")
@@ -101,15 +108,9 @@ def open_weights(folder: Path, spec: ModelSpec, *, quantized: bool = False) -> W
         name
         for name in files.names - expected.keys()
         if not (name.endswith(_IGNORED_SUFFIX) or name.startswith(spec.unused_tensors))
-        and not (spec.tie and name == "lm_head.weight")
+        and not (spec.tie and name == HEAD)
     )
-    scales = [name for name in left_over if name.endswith(SCALE_SUFFIX)]
-    if scales and not quantized:
-        raise ModelError(
-            f"{files.file(scales[0])}: tensor {scales[0]!r} is the scale of a quantised one; give the folder that was "
-            "quantised"
-        )
-    if others := [name for name in left_over if name not in scales]:
+    if others := [name for name in left_over if not (quantized and name.endswith(SCALE_SUFFIX))]:
         raise ModelError(
             f"{files.file(others[0])}: nothing uses tensor {others[0]!r} ({len(others)} such tensors); "
             "the folder's config.json describes another model"
@@ -117,7 +118,26 @@ def open_weights(folder: Path, spec: ModelSpec, *, quantized: bool = False) -> W
     for name, shape in expected.items():
         if (found := files.spec(name).shape) != shape:
             raise ModelError(f"{files.file(name)}: tensor {name!r} has shape {found}, config.json implies {shape}")
+    if spec.tie and HEAD in files.names and not torch.equal(files.tensor(HEAD), files.tensor(EMBEDDING)):
+        raise ModelError(
+            f"{files.file(HEAD)}: tensor {HEAD!r} differs from {EMBEDDING!r}, though config.json says "
+            "tie_word_embeddings: true; write false to keep this head, or remove it from the file"
+        )
     return files
+
+
+def _refuse_quantized(files: WeightFiles, spec: ModelSpec) -> None:
+    remedy = "give the folder that was quantised, of float32, bfloat16 or float16"
+    if spec.quantized:
+        raise ModelError(f"{files.folder / 'config.json'}: quantization_config says quantised weights; {remedy}")
+    for name in files.names:
+        if (dtype := files.spec(name).dtype) not in _DTYPES:
+            raise ModelError(
+                f"{files.file(name)}: tensor {name!r} is {str(dtype).removeprefix('torch.')}, numbers without their "
+                f"scales; {remedy}"
+            )
+        if name.endswith((SCALE_SUFFIX, f"{SCALE_SUFFIX}_inv")):
+            raise ModelError(f"{files.file(name)}: tensor {name!r} is the scale of a quantised one; {remedy}")
 
 
 def write_weights(

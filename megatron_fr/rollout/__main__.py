@@ -17,6 +17,7 @@ from megatron_fr.checkpoint.store import ROLLOUT_FILE, newest_usable
 from megatron_fr.config import RunConfig, load_config
 from megatron_fr.errors import MegatronFRError
 from megatron_fr.rollout.service import RolloutService
+from megatron_fr.runtime.access import private_files, write_token
 from megatron_fr.runtime.console import print_any_text
 from megatron_fr.runtime.output_lock import lock_output
 
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args(argv)
     print_any_text()
+    private_files()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
@@ -71,6 +73,7 @@ async def _serve(config: RunConfig, restore: Path | None, url_file: Path | None)
             return 0
         await starting
         print(f"rollout service ready at {service.url}", flush=True)
+        write_token(config.output, service.token)
         if url_file is not None:
             url_file.parent.mkdir(parents=True, exist_ok=True)
             temporary = url_file.with_name(f"{url_file.name}.{os.getpid()}.tmp")

@@ -19,10 +19,15 @@ from megatron_fr.rollout.queue import LeasedBatch
 from megatron_fr.rollout.runner import TrainingRollouts
 from megatron_fr.rollout.state import encode_state, take_state
 from megatron_fr.rollout.watchdog import EventLoopDelay
+from megatron_fr.runtime.access import TOKEN_FILE, shows
 from megatron_fr.trajectory import encode
 
 log = logging.getLogger(__name__)
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_BODY_BYTES = 64 * 1024
+_MAX_WAIT_S = 60
 #: What a lease tells of each trajectory, beside its length and lag.
 _LEASED_FIELDS = ("id", "group_id", "num_action_tokens", "reward", "reward_parts", "metadata", "info")
 
@@ -45,9 +50,21 @@ class Endpoints:
     _leasing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _evaluating: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
-    def application(self) -> web.Application:
-        """The server application with all routes."""
-        app = web.Application(middlewares=[_errors_as_json])
+    def runner(self, token: str) -> web.AppRunner:
+        """The server; a request whose client hangs up is cancelled, so that it holds nothing."""
+        app = self.application(token)
+        return web.AppRunner(app, shutdown_timeout=0.2, access_log=None, handler_cancellation=True)
+
+    def application(self, token: str) -> web.Application:
+        """The server application with all routes; requests must show ``token``."""
+
+        @web.middleware
+        async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if not shows(request.headers.get("Authorization"), token):
+                raise web.HTTPUnauthorized(reason=f"show the token of the run's {TOKEN_FILE} as a bearer token")
+            return await handler(request)
+
+        app = web.Application(middlewares=[_errors_as_json, admit], client_max_size=_BODY_BYTES)
         app.router.add_get("/status", self._status)
         app.router.add_post("/start", self._start)
         app.router.add_get("/state", self._state)
@@ -96,6 +113,11 @@ class Endpoints:
 
     async def _lease(self, request: web.Request) -> web.Response:
         body = await _body(request, version=int, wait_s=(int, float))
+        if not 0 <= body["wait_s"] <= _MAX_WAIT_S:  # also NaN
+            raise MegatronFRError(f"{request.path}: wait_s={body['wait_s']}, expected 0 to {_MAX_WAIT_S} seconds")
+        if body["version"] > self.version:
+            versions = f"version={body['version']}, the rollout service has version {self.version}"
+            raise MegatronFRError(f"{request.path}: {versions}; commit the batch before first")
         deadline = time.monotonic() + float(body["wait_s"])
         async with self._leasing:
             while True:
@@ -185,7 +207,7 @@ async def _body(request: web.Request, **fields: type | tuple[type, ...]) -> dict
     """The JSON body, checked for the fields an endpoint needs."""
     try:
         body = await request.json()
-    except ValueError as error:
+    except (ValueError, LookupError, RecursionError) as error:  # also an unknown charset, and nesting without end
         raise MegatronFRError(f"{request.path}: the body is no JSON: {error}") from error
     for name, kind in fields.items():
         value = body.get(name) if isinstance(body, dict) else None
@@ -195,9 +217,7 @@ async def _body(request: web.Request, **fields: type | tuple[type, ...]) -> dict
 
 
 @web.middleware
-async def _errors_as_json(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     """410: the run is over; 404: no such trajectory; 400: the request makes no sense here; 500: a bug."""
     try:
         return await handler(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import socket
 from functools import partial
 from pathlib import Path
@@ -63,6 +64,7 @@ class RolloutService:
         self._config, self._training, self._restore = config, training, restore
         self._exit = contextlib.AsyncExitStack()
         self.url = ""
+        self.token = secrets.token_hex(32)  #: that requests to this service and its engines must show
         self.failure: asyncio.Future[MegatronFRError] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
@@ -95,7 +97,7 @@ class RolloutService:
         tokenizer = load_tokenizer(config.model.path, limits.vocab_size)
         prompts = load_prompts(config.data.train, config.data.train_split)
         held_out = load_held_out(config)
-        specs = engine_specs(config, device, want_routes)
+        specs = engine_specs(config, device, want_routes, self.token)
         probe = ProbeSampler(tokenizer, prompts, limits, want_routes, config.agent.chat_template_kwargs)
         probe.tokens(prompts[0])
         restored = None
@@ -145,7 +147,7 @@ class RolloutService:
             training=self._training,
             version=restored.counters.version if restored is not None else 0,
         )
-        server = web.AppRunner(endpoints.application(), shutdown_timeout=0.2, access_log=None)
+        server = endpoints.runner(self.token)
         await server.setup()
         self._exit.push_async_callback(server.cleanup)
         await web.TCPSite(server, rollout.host, 0).start()
@@ -205,7 +207,7 @@ def model_limits(spec: ModelSpec, max_context: int) -> ModelLimits:
     )
 
 
-def engine_specs(config: RunConfig, device: Device, want_routes: bool) -> list[EngineSpec]:
+def engine_specs(config: RunConfig, device: Device, want_routes: bool, token: str | None = None) -> list[EngineSpec]:
     """One specification an engine; ConfigError where there are fewer GPUs than they need."""
     rollout = config.rollout
     if device.kind == "cuda":
@@ -234,6 +236,7 @@ def engine_specs(config: RunConfig, device: Device, want_routes: bool) -> list[E
             return_routes=want_routes,
             seed=config.seed + index,
             start_timeout_s=rollout.start_timeout_s,
+            token=token,
             args=rollout.engine_args,
         )
         for index in range(rollout.engines)

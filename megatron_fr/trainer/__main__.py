@@ -17,6 +17,7 @@ from typing import Any
 from megatron_fr.checkpoint.store import find_resumed
 from megatron_fr.config import load_config
 from megatron_fr.errors import MegatronFRError
+from megatron_fr.runtime.access import private_files
 from megatron_fr.runtime.console import print_any_text, say_what_is_awaited
 from megatron_fr.runtime.device import prepare_process, resolve_device
 
@@ -35,6 +36,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     arguments = parser.parse_args()
     print_any_text()
+    private_files()
     try:
         config = load_config(arguments.config, arguments.overrides)
         device = resolve_device(config.device)

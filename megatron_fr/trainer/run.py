@@ -16,6 +16,7 @@ from megatron_fr.config import RunConfig, save_config
 from megatron_fr.errors import CheckpointError, MegatronFRError
 from megatron_fr.observe.metrics import MetricsWriter
 from megatron_fr.observe.progress import Progress
+from megatron_fr.runtime.access import read_token
 from megatron_fr.runtime.collectives import from_rank_zero, waiting_for
 from megatron_fr.runtime.device import Device
 from megatron_fr.trainer.data.client import RolloutClient
@@ -40,7 +41,7 @@ def train(
     """
     with waiting_for("the model to be built and its weights to be read"):
         policy = build_policy(config, device)
-    client = RolloutClient(service_url)
+    client = RolloutClient(service_url, read_token(config.output))
     checkpoints = TrainingCheckpoints(config, policy, client.state)  # first: it refuses a second trainer in one output
     loader = BatchLoader(config, policy, client, device.torch_device, stop)
     # Engines on other machines need an address that they can reach; on one machine the loopback is enough.

@@ -107,7 +107,7 @@ class WeightSync:
     def _connect(self, backend: str, host: str) -> None:
         config, policy = self._config, self._policy
         context = TransportContext(
-            engines=EngineCalls(self._engines, config.sync.timeout_s),
+            engines=EngineCalls(self._engines, config.sync.timeout_s, self._client.token),
             # Whatever the dtype: a push has that of the parameters.
             shapes={spec.name: spec.shape for spec in hf_tensor_specs(policy.spec, torch.float32)},
             config=config.sync,

@@ -10,15 +10,19 @@ from typing import Any
 import httpx
 
 from megatron_fr.errors import SyncError
+from megatron_fr.runtime.access import bearer
 
 
 class EngineCalls:
-    """Calls engines by their base addresses; one request may take ``timeout_s`` seconds. Owned by trainer rank 0."""
+    """Calls engines by their base addresses; one request may take ``timeout_s`` seconds. Owned by trainer rank 0.
 
-    def __init__(self, urls: Sequence[str], timeout_s: float) -> None:
+    ``token`` is what the engines were started with.
+    """
+
+    def __init__(self, urls: Sequence[str], timeout_s: float, token: str | None = None) -> None:
         self.urls = list(urls)
         self._timeout_s = timeout_s
-        self._http = httpx.Client(timeout=timeout_s, trust_env=False)
+        self._http = httpx.Client(timeout=timeout_s, trust_env=False, headers=bearer(token))
         self._threads = ThreadPoolExecutor(max(1, len(self.urls)), thread_name_prefix="weight-sync")
 
     def start(self, url: str, path: str, body: Mapping[str, Any]) -> Future[Any]:

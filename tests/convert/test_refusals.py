@@ -23,6 +23,8 @@ from megatron_fr.convert import megatron
 from megatron_fr.convert.megatron import convert_hf_to_megatron, convert_megatron_to_hf
 from megatron_fr.convert.stored import StoredTensors
 from megatron_fr.errors import ConfigError, ModelError
+from megatron_fr.hf.folder import copy_other_files, read_spec
+from megatron_fr.hf.weights import WeightFiles, open_weights
 from tests.support.conversions import assert_equal_folders, convert_on_ranks, snapshot, to_megatron
 from tests.support.parallel_launch import end_process, fork_process, run_ranks
 from tests.support.small_disk import SmallDisk
@@ -85,6 +87,31 @@ HF_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         rf"{DOWN}.*\(80, 96\).*\(96, 80\)|{DOWN}.*\(96, 80\).*\(80, 96\)",
     ),
     "missing tensor": (lambda f: rewrite(f, lambda t: t.__delitem__(DOWN)), DOWN),
+    "float8 without scales": (
+        lambda f: rewrite(f, lambda t: t.update({DOWN: t[DOWN].to(torch.float8_e4m3fn)})),
+        rf"{DOWN}' is float8_e4m3fn, numbers without their scales; give the folder that was quantised",
+    ),
+    "int8": (lambda f: rewrite(f, lambda t: t.update({DOWN: t[DOWN].to(torch.int8)})), rf"{DOWN}' is int8"),
+    "scales": (
+        lambda f: rewrite(f, lambda t: t.update({f"{DOWN}_scale_inv": torch.ones(1, 1)})),
+        rf"{DOWN}_scale_inv' is the scale of a quantised one",
+    ),
+    "quantised": (
+        lambda f: set_config(f, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        r"config\.json: quantization_config says quantised weights; give the folder that was",
+    ),
+    "link to nothing": (
+        lambda f: ((f / "tokenizer.json").unlink(), (f / "tokenizer.json").symlink_to("/nonexistent/blob")),
+        r"tokenizer\.json is a link to /nonexistent/blob, which is not there",
+    ),
+    "more active experts than there are": (
+        lambda f: set_config(f, num_experts_per_tok=64),
+        r"config\.json.*num_experts_per_tok",
+    ),
+    "weights left as a pointer": (
+        lambda f: (f / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n"),
+        r"model\.safetensors is damaged or incomplete",
+    ),
     "unknown architecture": (lambda f: set_config(f, architectures=["Qwen9ForCausalLM"]), "Qwen9ForCausalLM"),
     "no configuration": (lambda f: (f / "config.json").unlink(), r"no config\.json"),
     "configuration no object": (
@@ -370,3 +397,32 @@ def test_conversion_onto_a_folder_that_another_one_writes_is_refused(
         with pytest.raises(ModelError, match=r"another process writes .*out; wait"):
             convert_megatron_to_hf(pristine[1], tmp_path / "out")
     assert (tmp_path / "out" / "config.json").read_text() == "first"
+
+
+def test_a_tied_model_whose_file_has_another_head_is_refused(tmp_path: Path) -> None:
+    folder = make_untrained(tmp_path / "model", family="qwen2", tie=True)
+    rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    open_weights(folder, read_spec(folder))
+    rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] * 2}))
+    with pytest.raises(ModelError, match=r"'lm_head\.weight' differs from .*tie_word_embeddings: true; write false"):
+        open_weights(folder, read_spec(folder))
+
+
+def test_of_a_tensor_in_two_files_the_index_names_the_one(tmp_path: Path) -> None:
+    folder = make_untrained(tmp_path / "model")
+    stored = load_file(folder / "model.safetensors")
+    other = torch.zeros_like(stored[DOWN])
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    save_file({DOWN: other, "only.here": other.clone()}, folder / "b.safetensors", metadata={"format": "pt"})
+    for file, expected in (("a.safetensors", stored[DOWN]), ("b.safetensors", other)):
+        where = dict.fromkeys(stored, "a.safetensors") | {"only.here": "b.safetensors", DOWN: file}
+        (folder / INDEX).write_text(json.dumps({"weight_map": where}))
+        torch.testing.assert_close(WeightFiles(folder).tensor(DOWN), expected)
+
+
+def test_a_folder_without_a_tokenizer_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_untrained(tmp_path / "model")
+    (folder / "tokenizer.json").unlink()
+    (tmp_path / "out").mkdir()
+    copy_other_files(folder, tmp_path / "out")
+    assert "holds no tokenizer" in capsys.readouterr().err

@@ -127,7 +127,7 @@ def test_a_quantised_folder_is_described_and_refused_as_the_source_of_weights(fo
     quantisation = {"quant_method": "modelopt", "quant_algo": "FP8"}
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantisation}))
     assert "quantised: 1 float8 tensors, each with its scale" in inspect_folder(folder)
-    assert "q_proj.input_scale' is the scale of a quantised one; give the folder that was" in _load_error(folder)
+    assert "quantization_config says quantised weights; give the folder that was" in _load_error(folder)
     _rewrite(folder, eight)
     with pytest.raises(ModelError, match=rf"model\.safetensors: tensor '{name}' is float8 and has no scale"):
         inspect_folder(folder)

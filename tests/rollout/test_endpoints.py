@@ -17,6 +17,7 @@ from megatron_fr.errors import RolloutEnded
 from megatron_fr.rollout.endpoints import Endpoints
 from megatron_fr.rollout.probe import ProbeSampler
 from megatron_fr.rollout.watchdog import EventLoopDelay
+from megatron_fr.runtime.access import bearer
 from megatron_fr.trajectory import decode
 from tests.rollout.test_misbehaving_engine import LIMITS, answer, engine
 from tests.rollout.test_runner import Bench
@@ -28,11 +29,11 @@ async def serve(
 ) -> AsyncIterator[tuple[str, aiohttp.ClientSession]]:
     """Endpoints of what a test needs."""
     endpoints = Endpoints(fleet, rollouts, probe, evaluate=None, event_loop_delay=EventLoopDelay(), failure=failure)
-    server = web.AppRunner(endpoints.application(), shutdown_timeout=0.1)
+    server = endpoints.runner("token")
     await server.setup()
     await web.TCPSite(server, "127.0.0.1", 0).start()
     try:
-        async with aiohttp.ClientSession() as http:
+        async with aiohttp.ClientSession(headers=bearer("token")) as http:
             yield f"http://127.0.0.1:{server.addresses[0][1]}", http
     finally:
         await server.cleanup()
@@ -66,6 +67,22 @@ def test_a_trajectory_that_arrives_right_after_a_look_at_the_queue_is_not_waited
         ):
             assert response.status == 200
             assert [item["id"] for item in (await response.json())["items"]] == ["000000"]
+        await bench.pool.stop()
+
+    asyncio.run(run())
+
+
+def test_a_client_that_hangs_up_leaves_the_lease_to_others() -> None:
+    async def run() -> None:
+        bench = Bench(lambda *_: asyncio.sleep(60), batch=1, runners=1)
+        bench.pool.start()
+        failure = asyncio.get_running_loop().create_future()
+        async with serve(failure, SimpleNamespace(tokens_generated=0), rollouts=bench) as (url, http):
+            given_up = aiohttp.ClientTimeout(total=0.3)
+            with pytest.raises(TimeoutError):
+                await http.post(url + "/lease", json={"version": 0, "wait_s": 60}, timeout=given_up)
+            async with asyncio.timeout(5), http.post(url + "/lease", json={"version": 0, "wait_s": 0.1}) as answer:
+                assert answer.status == 204
         await bench.pool.stop()
 
     asyncio.run(run())

@@ -20,6 +20,7 @@ import yaml
 
 from megatron_fr.agents.arithmetic import questions
 from megatron_fr.errors import RolloutEnded
+from megatron_fr.runtime.access import TOKEN_FILE, bearer, read_token
 from megatron_fr.runtime.spawn import tied_to_us
 from megatron_fr.trainer.data.client import Lease, RolloutClient
 from megatron_fr.trajectory import ModelLimits, Trajectory
@@ -34,9 +35,10 @@ BATCH, LAG = 8, 1
 
 
 class Service:
-    def __init__(self, process: subprocess.Popen[str], url: str, models: list[Path], log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[str], url: str, token: str, models: list[Path], log: Path) -> None:
         self.process = process
-        self.client = RolloutClient(url)
+        self.client = RolloutClient(url, token)
+        self.headers = bearer(token)
         self.models = models
         self.log = log
         self.version = 0
@@ -85,7 +87,7 @@ class Service:
             ("/update_weights_from_disk", body),
             ("/continue_generation", {}),
         ):
-            assert httpx.post(engine + path, json=content, timeout=60).status_code == 200
+            assert httpx.post(engine + path, json=content, headers=self.headers, timeout=60).status_code == 200
         self.commit(lease)
 
     def commit(self, lease: Lease, *, stepped: bool = True) -> None:
@@ -142,7 +144,8 @@ def service(config: Path, models: list[Path]) -> Iterator[Service]:
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)
-        yield Service(process, url_file.read_text().strip(), models, log)
+        token = read_token(config.parent / "run")
+        yield Service(process, url_file.read_text().strip(), token, models, log)
     finally:
         process.kill()
         process.wait()
@@ -225,7 +228,7 @@ def test_a_probe_is_fresh_and_carries_the_engines_version(service: Service) -> N
 
 def test_the_held_out_evaluation_stays_outside_gate_and_queue(service: Service) -> None:
     before = service.wait_for_the_gate()
-    answer = httpx.post(f"{service.client.url}/evaluate", json={"name": "start"}, timeout=120)
+    answer = httpx.post(f"{service.client.url}/evaluate", json={"name": "start"}, headers=service.headers, timeout=120)
     assert answer.status_code == 200, answer.text
     body = answer.json()
     assert body["num_trajectories"] == 12
@@ -248,14 +251,55 @@ def test_the_held_out_evaluation_stays_outside_gate_and_queue(service: Service) 
         ("GET", "/trajectories?ids=nope", None, 404, "nope"),
         ("POST", "/probe", {"engine": "http://elsewhere", "max_tokens": 1}, 410, "there is no engine"),
         ("GET", "/nowhere", None, 404, "/nowhere"),
+        ("POST", "/lease", {"version": 0, "wait_s": 61}, 400, "wait_s=61, expected 0 to 60"),
+        ("POST", "/lease", {"version": 10**30, "wait_s": 1}, 400, "commit the batch before first"),
     ],
 )
 def test_a_request_that_makes_no_sense_gets_one_clear_error(
     service: Service, method: str, path: str, body: Any, status: int, reason: str
 ) -> None:
-    answer = httpx.request(method, service.client.url + path, json=body)
+    answer = httpx.request(method, service.client.url + path, json=body, headers=service.headers)
     assert answer.status_code == status
     assert reason in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"[" * 60_000, "application/json"),
+        (b"{}", "application/json; charset=nonsense"),
+        (b'{"version": 0, "wait_s": 1e999}', "application/json"),
+        (b'{"version": 0, "wait_s": NaN}', "application/json"),
+        (b'{"version": 1' + b"0" * 5000 + b"}", "application/json"),
+        (b" " * 200_000, "application/json"),
+    ],
+    ids=["nesting", "charset", "overflow", "NaN", "digits", "size"],
+)
+def test_a_malformed_body_is_the_clients_fault(service: Service, content: bytes, kind: str) -> None:
+    headers = {**service.headers, "Content-Type": kind}
+    answer = httpx.post(f"{service.client.url}/lease", content=content, headers=headers)
+    assert answer.status_code in (400, 413), answer.text
+    assert answer.json()["error"]
+
+
+def test_nobody_without_the_token_is_answered(service: Service, config: Path) -> None:
+    secret = config.parent / "run" / TOKEN_FILE
+    assert secret.stat().st_mode & 0o777 == 0o600
+    for headers in ({}, bearer("x" * 64)):
+        answer = httpx.get(f"{service.client.url}/status", headers=headers)
+        assert answer.status_code == 401
+        assert TOKEN_FILE in answer.json()["error"]
+        engine = service.client.status()["engines"][0]
+        for path in ("/generate", "/pause_generation", "/update_weights_from_disk", "/flush_cache"):
+            assert httpx.post(engine + path, json={}, headers=headers).status_code == 401, path
+    for process in family_of(service.process.pid):
+        assert read_token(secret.parent) not in command_of(process)
+
+
+def test_what_the_service_writes_is_its_users_alone(service: Service, config: Path) -> None:
+    written = list((config.parent / "run").rglob("*"))
+    assert written
+    assert [path for path in written if path.stat().st_mode & 0o077] == []
 
 
 def test_a_killed_engine_ends_the_run_with_its_signal_and_then_the_service_ends_cleanly(service: Service) -> None:

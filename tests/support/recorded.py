@@ -23,6 +23,7 @@ from megatron_fr.rollout.probe import ProbeSampler
 from megatron_fr.rollout.runner import TrainingRollouts
 from megatron_fr.rollout.state import RolloutState, restore_state, take_state
 from megatron_fr.rollout.watchdog import EventLoopDelay
+from megatron_fr.runtime.access import write_token
 from megatron_fr.trajectory import ModelLimits, Trajectory
 
 VOCAB = 512
@@ -38,8 +39,10 @@ class NoEngines:
     tokens_generated: int = 0
     version: int = 0
 
-    def set_version(self, version: int) -> None:
+    def start_from(self, version: int) -> None:
         self.version = version
+
+    set_version = start_from
 
 
 @dataclass
@@ -140,7 +143,8 @@ class Server:
 
     async def _serve(self, config: RunConfig, restored: RolloutState | None) -> None:
         rollouts = Rollouts(config, restored)
-        app = rollouts.endpoints.application()
+        app = rollouts.endpoints.application("token")
+        write_token(config.output, "token")
 
         @web.middleware
         async def watch(

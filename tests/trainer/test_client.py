@@ -15,7 +15,7 @@ from tests.support.samples import trajectory
 def test_the_payloads_of_a_large_batch_come_in_order_over_request_lines_that_a_server_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    client = RolloutClient("http://service")
+    client = RolloutClient("http://service", "token")
     lines: list[int] = []
 
     def request(method: str, path: str, *, params: dict[str, str], **_: Any) -> httpx.Response:
@@ -32,7 +32,7 @@ def test_the_payloads_of_a_large_batch_come_in_order_over_request_lines_that_a_s
 
 def probing(monkeypatch: pytest.MonkeyPatch, *answers: httpx.Response | Exception) -> tuple[RolloutClient, list[float]]:
     """A client whose service gives these answers in turn, and the time-outs of its requests."""
-    client = RolloutClient("http://service")
+    client = RolloutClient("http://service", "token")
     timeouts: list[float] = []
 
     def request(method: str, path: str, *, timeout: float, **_: Any) -> httpx.Response:

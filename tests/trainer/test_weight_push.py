@@ -37,6 +37,8 @@ class Willing(BaseHTTPRequestHandler):
 class Service:
     """The rollout service's answers: fresh tokens whose log-probabilities are off by what ``errors`` says next."""
 
+    token = "token"
+
     def __init__(self, engine: str, fresh: Trajectory) -> None:
         self.engine, self.fresh = engine, fresh
         self.errors: list[float | None] = []

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from megatron_fr.errors import RequestFailed, RolloutEnded
+from megatron_fr.runtime.access import bearer
 from megatron_fr.trajectory import Trajectory, decode
 
 #: They travel in the request line, which the service's HTTP server limits to 8 KiB.
@@ -52,10 +53,11 @@ class RolloutClient:
     A call raises ``RolloutEnded`` with the service's reason when it cannot go on, else ``RequestFailed``.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, url: str, token: str) -> None:
+        self.url, self.token = url, token
         # Repeats only failed connections: a request that reached the service may have taken effect.
-        self._http = httpx.Client(base_url=url, trust_env=False, transport=httpx.HTTPTransport(retries=2))
+        transport = httpx.HTTPTransport(retries=2)
+        self._http = httpx.Client(base_url=url, trust_env=False, transport=transport, headers=bearer(token))
 
     def close(self) -> None:
         """Drop the connections."""
@@ -74,7 +76,7 @@ class RolloutClient:
         return self._call("GET", "/state", timeout_s=600.0).content
 
     def lease(self, version: int, *, wait_s: float = 5.0) -> Lease | None:
-        """The next batch, or None when none was complete within ``wait_s``."""
+        """The next batch, or None when none was complete within ``wait_s`` (at most 60)."""
         response = self._call("POST", "/lease", {"version": version, "wait_s": wait_s}, timeout_s=wait_s + 60.0)
         if response.status_code == 204:
             return None
