@@ -270,8 +270,9 @@ def test_grpo_is_chosen_by_its_name_alone_and_takes_its_own_fields(load):
         load(algorithm={"name": "grpo", "group_size": 4}),
     ):
         assert config.algorithm == GRPOConfig(group_size=4)
-        assert config.max_policy_lag == 0  # synchronous, whatever rollout.max_policy_lag says
-    assert load().max_policy_lag == load().rollout.max_policy_lag == 4
+        assert config.max_policy_lag == 0
+    assert load("algorithm=grpo", "rollout.max_policy_lag=1").max_policy_lag == 1
+    assert load().max_policy_lag == 4
     assert "algorithm.delta=0.1: unknown field" in refusal(load, "algorithm=grpo", "algorithm.delta=0.1")
     assert "'ppo'" in refusal(load, "algorithm=ppo")
 

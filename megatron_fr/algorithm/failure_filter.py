@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 
-def failure_token_mask(entropy: Tensor, action_mask: Tensor, advantages: Tensor, quantile: float) -> Tensor:
+def failure_token_mask(entropy: Tensor, action_mask: Tensor, failed: Tensor, quantile: float) -> Tensor:
     """Tokens that keep their loss: bool ``[b, T]``, the ``loss_mask`` of ``flash_reinforce_loss``.
 
-    Trajectories with a negative advantage keep the ``ceil(quantile * T_i)`` action tokens of highest entropy, the
+    Trajectories that the task calls failures keep the ``ceil(quantile * T_i)`` action tokens of highest entropy, the
     earlier of equal ones; others keep all. With context parallelism, gather whole trajectories first.
 
     Args:
         entropy: ``[b, T]``, of the full categorical distribution; masked slots may hold anything.
         action_mask: bool ``[b, T]``.
-        advantages: ``[b]``.
+        failed: bool ``[b]``; a reward at or below ``algorithm.failure_threshold``.
         quantile: share kept, in ``(0, 1]``; 1 is the base method.
 
     Raises:
@@ -23,10 +23,10 @@ def failure_token_mask(entropy: Tensor, action_mask: Tensor, advantages: Tensor,
     """
     if not 0 < quantile <= 1:
         raise ValueError(f"failure_token_quantile is {quantile}; give a value above 0, at most 1")
-    if entropy.shape != action_mask.shape or advantages.shape != entropy.shape[:1]:
+    if entropy.shape != action_mask.shape or failed.shape != entropy.shape[:1]:
         raise ValueError(
-            f"entropy {tuple(entropy.shape)}, action_mask {tuple(action_mask.shape)} and advantages "
-            f"{tuple(advantages.shape)} must be [b, T], [b, T] and [b]"
+            f"entropy {tuple(entropy.shape)}, action_mask {tuple(action_mask.shape)} and failed "
+            f"{tuple(failed.shape)} must be [b, T], [b, T] and [b]"
         )
     if bool((entropy.isnan() & action_mask).any()):
         raise ValueError("entropy is NaN on an action token; check the logits")
@@ -34,4 +34,4 @@ def failure_token_mask(entropy: Tensor, action_mask: Tensor, advantages: Tensor,
     keep = (action_mask.sum(dim=1).double() * quantile - 1e-9).ceil().clamp(min=1)
     ranked = torch.where(action_mask, entropy.detach(), entropy.new_full((), -torch.inf))
     rank = ranked.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    return action_mask & ((rank < keep[:, None]) | (advantages >= 0)[:, None])
+    return action_mask & ((rank < keep[:, None]) | ~failed[:, None])

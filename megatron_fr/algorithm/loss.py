@@ -73,6 +73,8 @@ def flash_reinforce_loss(
     ):
         if value not in known:
             raise ValueError(f"{name} is {value!r}; choose one of {', '.join(known)}")
+    if not delta >= 0:  # also NaN
+        raise ValueError(f"delta is {delta}; give a threshold in nats of 0 or more")
     if loss_mask is not None and (loss_mask.shape != logprobs.shape or loss_mask.dtype != torch.bool):
         raise ValueError(f"loss_mask is {loss_mask.dtype} {tuple(loss_mask.shape)}; give bool {tuple(logprobs.shape)}")
     if (reduction == "token_mean") != (batch_action_tokens is not None):

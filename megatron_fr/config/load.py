@@ -105,8 +105,10 @@ class RunConfig(sections.Section):
 
     @property
     def max_policy_lag(self) -> int:
-        """The bound that holds: GRPO is synchronous, whatever the recipe allows FlashREINFORCE."""
-        return 0 if isinstance(self.algorithm, sections.GRPOConfig) else self.rollout.max_policy_lag
+        """The bound that holds: GRPO is synchronous unless told otherwise."""
+        if self.rollout.max_policy_lag is not None:
+            return self.rollout.max_policy_lag
+        return 0 if isinstance(self.algorithm, sections.GRPOConfig) else 4
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -111,22 +111,33 @@ class FlashReinforceConfig(AdvantageSection):
         "sequence", description="what the trust region rejects: trajectories, tokens, or nothing"
     )
     importance: Literal["token", "truncated", "off"] = Field(
-        "token", description="importance ratio of each token: exact, capped at truncation, or 1 (off)"
+        "token",
+        description="importance ratio of a token: exact, capped at truncation, or 1 (off, published without admission)",
     )
     delta: float = Field(1e-3, ge=0, description="trust-region threshold on the Bernoulli KL, in nats")
     truncation: float = Field(2.0, gt=0, description="largest importance ratio; used with importance=truncated only")
     failure_token_quantile: float = Field(
         1.0, gt=0, le=1, description="share of a failure's tokens, highest entropy first, that keep their loss"
     )
+    failure_threshold: float = Field(
+        0.0, description="largest reward of a failure; used with failure_token_quantile below 1 only"
+    )
 
 
 class GRPOConfig(Section):
-    """GRPO, the baseline: synchronous groups, advantages divided by the group's standard deviation, PPO clip."""
+    """GRPO, the baseline: groups, advantages divided by the group's standard deviation, PPO clip.
+
+    The ratio's denominator is the policy before the update, so that the clip acts from the second step on.
+    """
 
     name: Literal["grpo"] = "grpo"
     group_size: int = Field(8, ge=2, description="rollouts of each prompt; train.batch_size must be a multiple of it")
     clip_low: float = Field(0.2, gt=0, lt=1, description="PPO clip: the smallest ratio is 1 - clip_low")
     clip_high: float = Field(0.2, gt=0, description="PPO clip: the largest ratio is 1 + clip_high")
+    reduction: Literal["token_mean", "sample_mean"] = Field(
+        "token_mean", description="mean of all tokens, or of trajectory means as in DeepSeekMath"
+    )
+    steps: int = Field(1, ge=1, description="optimizer steps on each batch; with 1 no ratio differs from 1")
 
 
 class OwnLossConfig(AdvantageSection):
@@ -209,7 +220,9 @@ class RolloutConfig(Section):
     top_k: int = Field(-1, description="must stay -1: importance ratios need the whole distribution")
     min_p: float = Field(0.0, description="must stay 0: importance ratios need the whole distribution")
     max_failure_rate: float = Field(0.2, ge=0, le=1, description="share of failing prompts above which the run ends")
-    max_policy_lag: int = Field(4, ge=0, description="updates from sampling to training; older ones are dropped")
+    max_policy_lag: int | None = Field(
+        None, ge=0, description="updates from sampling to training, older ones are dropped; null: 4, of grpo 0"
+    )
 
     @model_validator(mode="after")
     def _full_support(self) -> Self:

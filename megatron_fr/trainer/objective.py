@@ -43,7 +43,7 @@ class ContextGroup:
         return total
 
     def failure_mask(
-        self, entropy: Tensor, action_mask: Tensor, positions: Tensor, advantages: Tensor, quantile: float
+        self, entropy: Tensor, action_mask: Tensor, positions: Tensor, failed: Tensor, quantile: float
     ) -> Tensor:
         """This rank's part of :func:`failure_token_mask`, from its parts ``[b, W]``; every rank has the same ``W``.
 
@@ -51,7 +51,7 @@ class ContextGroup:
         """
         whole = [self._gather(t) for t in (entropy, action_mask.to(torch.uint8), positions)]
         order = whole[2].argsort(dim=1, stable=True)
-        ordered = failure_token_mask(whole[0].gather(1, order), whole[1].gather(1, order).bool(), advantages, quantile)
+        ordered = failure_token_mask(whole[0].gather(1, order), whole[1].gather(1, order).bool(), failed, quantile)
         keep = torch.empty_like(ordered).scatter_(1, order, ordered)
         return keep.chunk(dist.get_world_size(self.group), dim=1)[dist.get_rank(self.group)]
 
@@ -81,6 +81,8 @@ class Objective:
         self._advantage: Any = "group" if isinstance(config, GRPOConfig) else config.advantage
         if ":" in self._advantage:
             self._advantage = import_object(self._advantage, "algorithm.advantage")
+        #: Optimizer steps on a batch.
+        self.steps = config.steps if isinstance(config, GRPOConfig) else 1
         #: Whether the loss is the user's own, which may return statistics of its own.
         self.own = isinstance(config, OwnLossConfig)
         self._loss: Any = import_object(config.loss, "algorithm.loss") if isinstance(config, OwnLossConfig) else None
@@ -132,15 +134,23 @@ class Objective:
                     batch_action_tokens=constants.action_tokens,
                 )
         if isinstance(config, GRPOConfig):
-            return *grpo_loss(**common, clip_low=config.clip_low, clip_high=config.clip_high), {}
+            loss, stats = grpo_loss(
+                **common,
+                clip_low=config.clip_low,
+                clip_high=config.clip_high,
+                old_logprobs=None if batch.old_logprobs is None else batch.by_trajectory(batch.old_logprobs),
+                batch_action_tokens=constants.action_tokens if config.reduction == "token_mean" else None,
+            )
+            return loss, stats, {}
         keep: Tensor | None = None
         if config.failure_token_quantile != 1:
             filtered = batch.by_trajectory(entropy), mask
+            failed = batch.rewards <= config.failure_threshold
             if self._context is None:
-                keep = failure_token_mask(*filtered, batch.advantages, config.failure_token_quantile)
+                keep = failure_token_mask(*filtered, failed, config.failure_token_quantile)
             else:
                 positions = batch.by_trajectory(batch.position_ids)
-                keep = self._context.failure_mask(*filtered, positions, batch.advantages, config.failure_token_quantile)
+                keep = self._context.failure_mask(*filtered, positions, failed, config.failure_token_quantile)
         loss, stats = flash_reinforce_loss(
             **common,
             delta=config.delta,

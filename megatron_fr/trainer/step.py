@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,9 @@ from megatron_fr.trainer.logprob import LogprobSettings, head_logprobs
 from megatron_fr.trainer.objective import BatchConstants, Objective
 from megatron_fr.trainer.reduce import reduce_own_statistics, reduce_results
 from megatron_fr.trainer.routing_replay import RoutingReplay
+
+#: Of one rank's gradient in one buffer: squares of some hundred such norms can still be added in float32.
+_LARGEST_NORM = 1e18
 
 
 @dataclass(frozen=True)
@@ -102,21 +105,48 @@ class TrainStep:
     def update(
         self, batches: Sequence[MicroBatch], constants: BatchConstants, *, check_replay: bool = False
     ) -> StepReport:
-        """Run forward and backward over this rank's micro-batches, on every rank equally many; then one optimizer step.
+        """Run forward and backward over this rank's micro-batches, on every rank equally many; then an optimizer step.
 
-        ``check_replay`` runs a forward with the live router first, where routes are replayed.
+        Both as often as ``objective.steps`` says; the metrics are the last step's, the times of all. ``check_replay``
+        runs a forward with the live router first, where routes are replayed.
 
         Raises:
             UpdateError: a log-probability, ratio or gradient of some rank is not finite. Every rank raises it before
-                weights and moments change.
+                that step changes weights and moments.
         """
         started = time.monotonic()
-        device = next(self.chunks[0].parameters()).device
         live = self.logprobs(batches, live=True) if check_replay and batches[0].routes is not None else None
-        if live is not None and device.type == "cuda":
+        if live is not None and self._device.type == "cuda":
             torch.cuda.synchronize()  # its time must not count as the training forward's
         replay_check_s = time.monotonic() - started
-        started = time.monotonic()
+        metrics: dict[str, float] = {}
+        forward_backward_s = optimizer_s = 0.0
+        stepped = False
+        for number in range(self.objective.steps):
+            started = time.monotonic()
+            found, logprobs = self._gradient(batches, constants, live if number == 0 else None)
+            metrics |= found
+            if number == 0:
+                self.schedule.step(1)
+                if logprobs:  # on the last pipeline stage
+                    batches = [replace(batch, old_logprobs=old) for batch, old in zip(batches, logprobs, strict=True)]
+            forward_backward_s += time.monotonic() - started
+            if not metrics["trust_region/admitted_tokens"]:
+                break  # The gradient is exactly zero, and Adam's momentum alone must not move the weights.
+            started = time.monotonic()
+            moved, grad_norm, _ = self.optimizer.step()
+            stepped |= bool(moved)
+            metrics["train/grad_norm"] = float(grad_norm or 0.0)
+            metrics["train/lr"] = float(self.optimizer.param_groups[0]["lr"])
+            optimizer_s += time.monotonic() - started
+        if live is not None:
+            metrics["time/replay_check"] = replay_check_s
+        return StepReport(metrics, forward_backward_s, optimizer_s, stepped)
+
+    def _gradient(
+        self, batches: Sequence[MicroBatch], constants: BatchConstants, live: list[torch.Tensor] | None
+    ) -> tuple[dict[str, float], list[torch.Tensor]]:
+        """One forward and backward: its metrics, and each micro-batch's log-probabilities on the last stage."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -124,24 +154,18 @@ class TrainStep:
         loss = partial(self._training_loss, constants=constants, scale=scale)
         reset_aux_loss()
         results, routes = self._run(batches, loss, train=True)
+        faults = self._faults(results)
         metrics = reduce_results(
-            batches, results, self._faults(results), live=live, routes=routes, constants=constants, device=device
+            batches, results, faults, live=live, routes=routes, constants=constants, device=self._device
         )
         if self.objective.own:
             metrics |= reduce_own_statistics(results)
-        metrics |= aux_loss_metrics(self.chunks[0].config, len(batches), device)
-        if live is not None:
-            metrics["time/replay_check"] = replay_check_s
-        forward_backward_s = time.monotonic() - started
-        started = time.monotonic()
-        self.schedule.step(1)
-        if not metrics["trust_region/admitted_tokens"]:
-            # The gradient is exactly zero, and Adam's momentum alone must not move the weights.
-            return StepReport(metrics, forward_backward_s, 0.0, stepped=False)
-        stepped, grad_norm, _ = self.optimizer.step()
-        metrics["train/grad_norm"] = float(grad_norm or 0.0)
-        metrics["train/lr"] = float(self.optimizer.param_groups[0]["lr"])
-        return StepReport(metrics, forward_backward_s, time.monotonic() - started, bool(stepped))
+        metrics |= aux_loss_metrics(self.chunks[0].config, len(batches), self._device)
+        return metrics, [result["logprobs"] for result in results]
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.chunks[0].parameters()).device
 
     def skip(self) -> StepReport:
         """Consume a batch without signal: step the schedule, leave weights and moments."""
@@ -214,9 +238,10 @@ class TrainStep:
     def _faults(self, results: Sequence[dict[str, Any]]) -> list[str]:
         faults = [result["fault"] for result in results if "fault" in result]
         buffers = [b for chunk in self.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        # A sum keeps any NaN or infinity, and needs no mask of the buffer's size.
-        if not faults and not all(bool(buffer.grad_data.sum().isfinite()) for buffer in buffers):
-            return ["a gradient is not finite; check the weights, or lower optimizer.lr"]
+        # Clipping by an infinite norm would zero the gradient, and weight decay alone would move the weights.
+        norms = (torch.linalg.vector_norm(buffer.grad_data, dtype=torch.float32) for buffer in buffers)
+        if not faults and not all(bool(norm < _LARGEST_NORM) for norm in norms):  # also NaN
+            return ["a gradient is not finite, or its norm is not; check the weights, or lower optimizer.lr"]
         return faults
 
 

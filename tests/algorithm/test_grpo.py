@@ -7,19 +7,19 @@ from megatron_fr.algorithm.grpo import grpo_loss
 from tests.support import algorithm_reference as reference
 
 
-def run(pi, mu, advantages, mask, **options):
+def run(pi, old, advantages, mask, **options):
     leaf = pi.clone().requires_grad_()
-    loss, stats = grpo_loss(
-        leaf, mu, advantages, mask, **{"clip_low": 0.2, "clip_high": 0.28, "batch_size": len(pi), **options}
-    )
+    options = {"clip_low": 0.2, "clip_high": 0.28, "batch_size": len(pi), "old_logprobs": old, **options}
+    loss, stats = grpo_loss(leaf, old, advantages, mask, **options)
     loss.backward()
     return loss.detach(), leaf.grad, stats
 
 
 @pytest.mark.parametrize("clip", [(0.2, 0.2), (0.05, 0.5), (0.9, 10.0)])
-def test_value_and_gradient_match_plain_python(clip):
+@pytest.mark.parametrize("all_tokens", [None, 77], ids=["mean of a response first", "mean of all tokens"])
+def test_value_and_gradient_match_plain_python(clip, all_tokens):
     pi, mu, advantages, mask = reference.batch(drift=0.9)
-    options = {"clip_low": clip[0], "clip_high": clip[1], "batch_size": 8}
+    options = {"clip_low": clip[0], "clip_high": clip[1], "batch_size": 8, "batch_action_tokens": all_tokens}
     loss, gradient, stats = run(pi, mu, advantages, mask, **options)
     expected = reference.grpo_loss(*(x.tolist() for x in (pi, mu, advantages, mask)), **options)
     assert loss.item() == pytest.approx(expected[0], rel=1e-10)
@@ -34,7 +34,8 @@ def test_gradcheck_on_smooth_points():
     pi, mu, advantages, mask = reference.batch(drift=0.9)
 
     def objective(x):
-        return grpo_loss(x, mu, advantages, mask, clip_low=0.2, clip_high=0.2, batch_size=6)[0]
+        options = {"clip_low": 0.2, "clip_high": 0.2, "batch_size": 6, "old_logprobs": mu}
+        return grpo_loss(x, mu, advantages, mask, **options)[0]
 
     assert torch.autograd.gradcheck(objective, (pi.requires_grad_(),))
 
@@ -44,6 +45,18 @@ def test_on_policy_the_gradient_is_plain_reinforce():
     _, gradient, _ = run(pi, pi.clone(), advantages, mask)
     expected = -(advantages / mask.sum(dim=1) / len(pi))[:, None] * mask
     assert torch.allclose(gradient, expected, rtol=1e-12)
+
+
+def test_without_old_log_probabilities_the_policy_is_its_own_denominator():
+    pi, mu, advantages, mask = reference.batch(drift=0.9)
+    expected = run(pi, pi, advantages, mask)
+    leaf = pi.clone().requires_grad_()
+    loss, stats = grpo_loss(leaf, mu, advantages, mask, clip_low=0.2, clip_high=0.28, batch_size=len(pi))
+    loss.backward()
+    assert loss.item() == pytest.approx(expected[0].item(), rel=1e-12)
+    assert torch.allclose(leaf.grad, expected[1], rtol=1e-12)
+    assert stats.clipped.sum() == 0
+    assert (stats.sequence_kl > 0).any()  # statistics are of the policy that sampled
 
 
 def test_micro_batches_add_up_and_masked_slots_do_not_poison():

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_fr.trajectory import Trajectory, encode
 from tests.support.parallel_launch import run_ranks
-from tests.support.pitfall_ranks import make_batch, observe_faults, observe_updates
+from tests.support.pitfall_ranks import make_batch, observe_faults, observe_steps, observe_updates
 from tools.tiny import make_untrained
 
 pytestmark = pytest.mark.slow
@@ -109,6 +109,18 @@ def test_a_value_that_is_not_finite_on_one_rank_ends_the_update_on_all_before_we
     for answer in (first, second):
         assert answer["ratio"]["unchanged"]
         assert answer["gradient"]["unchanged"]
+        assert "its norm is not" in answer["norm"]["error"]
+        assert answer["norm"]["unchanged"]
         # The faults leave nothing behind: the next sound batch is an ordinary update.
         assert not answer["sound"]["error"]
         assert not answer["sound"]["unchanged"]
+
+
+def test_the_clip_of_several_steps_is_against_the_policy_before_the_first(tmp_path: Path) -> None:
+    (seen,) = run_ranks(observe_steps, 1, folder=make_untrained(tmp_path / "moe", family="qwen3_moe"))
+    assert 0 < seen["metrics"]["policy/clipped"] < 1
+    assert seen["metrics"]["policy/ratio_max"] > 1.2
+    together, apart = seen["together"], seen["one by one"]
+    for name, weight in together.items():
+        # The forward of log-probabilities alone rounds otherwise than the training forward.
+        torch.testing.assert_close(weight, apart[name], rtol=0, atol=1e-5, msg=name)

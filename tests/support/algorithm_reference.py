@@ -44,18 +44,19 @@ def flash_loss(
     return loss, gradient, divergences, admitted
 
 
-def grpo_loss(pi, mu, advantages, mask, *, clip_low, clip_high, batch_size):
+def grpo_loss(pi, old, advantages, mask, *, clip_low, clip_high, batch_size, batch_action_tokens=None):
     """Loss and gradient by the closed form."""
     loss, gradient = 0.0, []
     for i in range(len(pi)):
         actions = [t for t in range(len(pi[i])) if mask[i][t]]
         row = [0.0] * len(pi[i])
         for t in actions:
-            rho = math.exp(pi[i][t] - mu[i][t])
+            rho = math.exp(pi[i][t] - old[i][t])
             bounded = clamp(rho, 1 - clip_low, 1 + clip_high)
-            loss -= min(rho * advantages[i], bounded * advantages[i]) / len(actions) / batch_size
+            share = 1 / (batch_action_tokens or len(actions) * batch_size)
+            loss -= min(rho * advantages[i], bounded * advantages[i]) * share
             if rho * advantages[i] <= bounded * advantages[i]:
-                row[t] = -rho * advantages[i] / len(actions) / batch_size
+                row[t] = -rho * advantages[i] * share
         gradient.append(row)
     return loss, gradient
 

@@ -183,9 +183,65 @@ def observe_faults(folder: Path) -> dict[str, Any]:
     )
     answer["gradient"] = attempt(-1.0)
     poison.remove()
+    answer["norm"] = attempt(-60.0)  # ratios around e^54: finite, and so is each gradient, but not their squares' sum
     answer["sound"] = attempt(-1.0)
     with torch.no_grad():
         policy.chunks[0].decoder.final_layernorm.weight.fill_(float("nan"))
     answer["weights"] = attempt(-1.0)
+    parallel_state.destroy_model_parallel()
+    return answer
+
+
+def observe_steps(folder: Path) -> dict[str, Any]:
+    """GRPO with two optimizer steps on one batch, and the same two steps taken one by one.
+
+    Returns:
+        the weights after each way, and the metrics of the first.
+    """
+    from dataclasses import replace
+
+    from megatron_fr.runtime.device import resolve_device
+    from megatron_fr.trainer import distributed
+
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": str(folder), "dtype": "float32"},
+            "train": {"num_updates": 4, "batch_size": 5, "micro_batch_size": 2},
+            "algorithm": {"name": "grpo", "group_size": 5, "steps": 2},
+            "optimizer": {"lr": 3e-2, "schedule": "constant", "warmup_fraction": 0.0},
+            "reward": {"function": "unused:unused"},
+            "data": {"train": "unused.jsonl"},
+        }
+    )
+    device = resolve_device("cpu")
+    distributed.initialize(config.parallel, device, seed=1, timeout_s=60)
+    from megatron.core import parallel_state
+
+    from megatron_fr.trainer.data.batch import build_micro_batch
+    from megatron_fr.trainer.objective import BatchConstants
+    from megatron_fr.trainer.policy import build_policy
+
+    answer: dict[str, Any] = {}
+    for way in ("together", "one by one"):
+        policy = build_policy(config, device)
+        step, shape = policy.step, policy.route_shape
+        assert shape is not None
+        made = make_batch(policy.spec.vocab, len(shape.columns), shape.top_k, shape.num_experts, behavior=-1.0)
+        advantages = [1.0, -1.0, 0.5, -0.7, 0.2]
+        batches = [
+            build_micro_batch(
+                [made[i] for i in part], [advantages[i] for i in part], layout=policy.layout, route_shape=shape
+            )
+            for part in ([0, 1], [2, 3], [4])
+        ]
+        constants = BatchConstants(5, sum(t.num_action_tokens for t in made))
+        if way == "together":
+            answer["metrics"] = step.update(batches, constants).metrics
+        else:
+            step.objective.steps = 1
+            before = step.logprobs(batches)
+            step.update(batches, constants)
+            step.update([replace(b, old_logprobs=old) for b, old in zip(batches, before, strict=True)], constants)
+        answer[way] = {name: tensor.clone() for name, tensor in policy.hf_tensors() if tensor is not None}
     parallel_state.destroy_model_parallel()
     return answer

@@ -98,7 +98,7 @@ class Reference:
         for t, advantage in zip(tokens, advantages, strict=True):
             grpo = algorithm["name"] == "grpo"
             part = _grpo(t, advantage, algorithm) if grpo else _flash_reinforce(t, advantage, algorithm)
-            flat = algorithm.get("reduction") == "token_mean"
+            flat = algorithm.get("reduction", "token_mean" if grpo else "sample_mean") == "token_mean"
             loss = loss - part.objective / (number if flat else len(t.log_mu) * len(tokens))
             decisions[len(t.log_mu)] = Decision(t.sequence_kl, part.admitted)
             ratios += part.ratios
@@ -234,13 +234,14 @@ class _Tokens:
     pi: list[float]
     log_mu: list[float]
     entropy: list[float]
+    reward: float
 
     @classmethod
     def of(cls, trajectory: Trajectory, logprobs: torch.Tensor, entropy: torch.Tensor) -> _Tokens:
         actions = [i for i in range(len(trajectory) - 1) if trajectory.action_mask[i + 1]]
         log_mu = [float(trajectory.behavior_logprobs[i + 1]) for i in actions]
         log_pi = logprobs[actions]
-        return cls(log_pi, log_pi.tolist(), log_mu, entropy[actions].tolist())
+        return cls(log_pi, log_pi.tolist(), log_mu, entropy[actions].tolist(), trajectory.reward)
 
     @property
     def divergences(self) -> list[float]:
@@ -286,7 +287,7 @@ def _flash_reinforce(tokens: _Tokens, advantage: float, algorithm: Mapping[str, 
     admitted = admission == "token" or tokens.sequence_kl <= delta
     within = [admitted and (admission != "token" or d <= delta) for d in tokens.divergences]
     kept = set(range(number))
-    if advantage < 0 and algorithm["failure_token_quantile"] < 1:
+    if tokens.reward <= algorithm.get("failure_threshold", 0) and algorithm["failure_token_quantile"] < 1:
         ranked = sorted(range(number), key=lambda i: -tokens.entropy[i])
         count = math.ceil(algorithm["failure_token_quantile"] * number)
         if admitted and count < number:
@@ -314,8 +315,8 @@ def _grpo(tokens: _Tokens, advantage: float, algorithm: Mapping[str, Any]) -> _P
     objective = torch.zeros((), dtype=torch.float64)
     ratios: list[float] = []
     clipped = 0
-    for log_pi, log_mu in zip(tokens.log_pi, tokens.log_mu, strict=True):
-        ratio = (log_pi - log_mu).exp()
+    for log_pi, old in zip(tokens.log_pi, tokens.pi, strict=True):  # one step: its own policy is the one before
+        ratio = (log_pi - old).exp()
         value = float(ratio.detach())
         _assert_clear([value], low)
         _assert_clear([value], high)

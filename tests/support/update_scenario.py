@@ -61,7 +61,7 @@ class Scenario:
 MOE = {"family": "qwen3_moe", "num_layers": 4, "vocab_size": 515}
 GLM = {"family": "glm4_moe", "num_layers": 4, "vocab_size": 515}
 DENSE = {"family": "qwen2", "num_layers": 4, "vocab_size": 515}
-FLASH = {"name": "flash_reinforce", "delta": 1e-3, "failure_token_quantile": 0.6}
+FLASH = {"name": "flash_reinforce", "delta": 1e-3, "failure_token_quantile": 0.6, "failure_threshold": 0.5}
 SCENARIOS: dict[str, Scenario] = {
     "moe": Scenario(MOE, FLASH, replay=True),
     "moe_live": Scenario(MOE, FLASH),  # nothing to replay

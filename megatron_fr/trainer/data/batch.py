@@ -59,9 +59,11 @@ class MicroBatch:
     behavior_logprobs: torch.Tensor  # float32 [r, c] of the target, 0 elsewhere
     versions: torch.Tensor  # int32 [r, c] of the target
     advantages: torch.Tensor  # float32 [b]
+    rewards: torch.Tensor  # float32 [b]
     routes: MicroBatchRoutes | None  # None without routing replay
     packed_seq_params: PackedSeqParams | None  # for the attention, None when padded
     rows: RowView | None  # None when padded
+    old_logprobs: torch.Tensor | None = None  # float32 [r, c], before the update; None in the first of its steps
 
     def by_trajectory(self, tokens: torch.Tensor) -> torch.Tensor:
         """A ``[r, c]`` tensor as ``[b, W]``, one trajectory a row; unused slots hold the first token's value."""
@@ -126,6 +128,7 @@ def build_micro_batch(
         behavior_logprobs=local(behavior),
         versions=local(versions),
         advantages=torch.tensor(list(advantages) or [0.0], dtype=torch.float32, device=device),
+        rewards=torch.tensor([t.reward for t in trajectories] or [0.0], dtype=torch.float32, device=device),
         routes=_routes(trajectories, spans, columns, layout, route_shape, device) if route_shape else None,
         packed_seq_params=packed_params,
         rows=_row_view([len(part) for part in parts], device) if layout.packed else None,
