@@ -85,7 +85,7 @@ class RewardRunner:
         """End the workers."""
         if (pool := self._pool) is not None:
             self._pool = None
-            pool.stop()
+            pool.stop()  # type: ignore[no-untyped-call]
             await asyncio.to_thread(pool.join)
 
     def _workers(self, function: str) -> ProcessPool:

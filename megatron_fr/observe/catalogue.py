@@ -70,6 +70,9 @@ METRICS: dict[str, tuple[str, str]] = {
     "time/sync": ("s", "time of the weight sync, 0 without a step"),
     "time/probe": ("s", "time in which the update waited for the probe of fresh tokens"),
     "time/replay_check": ("s", "time of the extra forward with the live router"),
+    "time/other": ("s", "what is left of `time/update`: lease, commit and layout of the batch"),
+    "time/evaluation": ("s", "time of the evaluation after the update"),
+    "time/checkpoint": ("s", "time in which checkpoints and folders held up the trainer since the update before"),
     "time/trainer_idle": ("share", "`time/wait` over `time/update`"),
     "metrics/non_finite": ("values", "values of this row that are not finite and are written as null"),
 }  # fmt: skip

@@ -15,6 +15,8 @@ from megatron_fr.observe.metrics import Row, held_out
 
 #: Updates averaged before a metric is judged, so that one odd batch raises no alarm.
 WINDOW = 5
+#: Updates without cause after which an alarm is said again: a metric may hover at its threshold.
+_CALM = 20
 
 
 class Progress:
@@ -67,7 +69,9 @@ class Progress:
             f"reward {show('reward/mean', '{:.3f}')}",
             f"tool calls {show('tools/calls', '{:.2f}')}",
             f"lag {show('policy_lag/mean', '{:.1f}')} (max {show('policy_lag/max', '{:.0f}')})",
-            f"admitted {show('trust_region/admitted', '{:.1%}')}",
+            show("trust_region/admitted", "admitted {:.1%}", "")
+            or show("trust_region/admitted_tokens", "admitted tokens {:.1%}", "")
+            or show("policy/clipped", "clipped {:.1%}", "admitted -"),
             f"KL {show('trust_region/seq_kl_mean', '{:.1e}')}",
             f"logprob diff {show('policy/train_rollout_logprob_diff', '{:.1e}')}{without_replay}",
             f"tokens/s {generated} generated, {trained} trained",
@@ -118,9 +122,10 @@ class _Watch:
     message: str
     is_bad: Callable[[float, float], bool]
     against_highest: bool = False
+    unless: str = ""  # a metric of the same row that says more
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     reference: float | None = None
-    active: bool = False
+    calm: int = _CALM  # updates without cause since the last one with cause
 
     def check(self, value: float) -> str | None:
         self.recent.append(value)
@@ -129,8 +134,11 @@ class _Watch:
         mean = sum(self.recent) / WINDOW
         if self.reference is None or (self.against_highest and mean > self.reference):
             self.reference = mean
-        was_active, self.active = self.active, self.is_bad(mean, self.reference)
-        return self.message.format(mean=mean, first=self.reference) if self.active and not was_active else None
+        if not self.is_bad(mean, self.reference):
+            self.calm += 1
+            return None
+        was_calm, self.calm = self.calm >= _CALM, 0
+        return self.message.format(mean=mean, first=self.reference) if was_calm else None
 
 
 class Alarms:
@@ -149,6 +157,8 @@ class Alarms:
                    lambda mean, first: mean > 0.01 and mean > first * 5),
             _Watch("trust_region/admitted", "only {mean:.0%} of the trajectories pass the trust region",
                    lambda mean, _: mean < 0.5),
+            _Watch("trust_region/admitted_tokens", "only {mean:.0%} of the tokens pass the trust region",
+                   lambda mean, _: mean < 0.5, unless="trust_region/admitted"),
             _Watch("trajectory/truncated", "{mean:.0%} of the trajectories are cut off",
                    lambda mean, first: mean > 0.5 and mean > first + 0.1),
             _Watch("rollout/routes_missing",
@@ -163,5 +173,6 @@ class Alarms:
 
     def check(self, row: Row) -> list[str]:
         """Make the messages of the alarms that this row sets off; an alarm repeats only after it was over."""
-        given = [(watch, value) for watch in self._watches if (value := row.get(watch.metric)) is not None]
+        watches = [watch for watch in self._watches if watch.unless not in row]
+        given = [(watch, value) for watch in watches if (value := row.get(watch.metric)) is not None]
         return [message for watch, value in given if (message := watch.check(float(value))) is not None]

@@ -24,6 +24,13 @@ _RESULTS = (
 )
 
 
+#: Parts of a run's time, in which every second counts once.
+_TIMES = (
+    *("wait", "forward_backward", "optimizer", "sync", "probe", "replay_check", "other"),
+    *("evaluation", "checkpoint"),
+)
+
+
 def report_run(run_dir: str | Path) -> str:
     """Redraw the picture of a finished or running run, and return its summary, without a final newline.
 
@@ -74,7 +81,7 @@ def _facts(rows: list[Row]) -> list[tuple[str, str]]:
         ("truncated", _start_end(rows, "trajectory/truncated", "{:.1%}")),
         ("entropy", _start_end(rows, "policy/entropy", "{:.3f}")),
         ("policy lag", _mean(rows, "policy_lag/mean", "{:.2f}", "policy_lag/max", "{:.0f}")),
-        ("admitted", _mean(rows, "trust_region/admitted", "{:.2%}")),
+        _gate(rows),
         ("sequence KL", _mean(rows, "trust_region/seq_kl_mean", "{:.1e}", "trust_region/seq_kl_max", "{:.1e}")),
         ("log-prob. difference", _mean(rows, "policy/train_rollout_logprob_diff", "{:.1e}")),
         ("  without replay", _mean(rows, "policy/train_rollout_logprob_diff_without_replay", "{:.1e}")),
@@ -110,12 +117,18 @@ def _throughput(rows: list[Row]) -> str:
     return ", ".join(f"{sum(values) / len(values):,.0f} {done}" for values, done in found if values)
 
 
+def _gate(rows: list[Row]) -> tuple[str, str]:
+    """What the algorithm leaves out: trajectories, tokens, or a clip's tokens."""
+    for label, name in (("admitted", "trust_region/admitted"), ("admitted tokens", "trust_region/admitted_tokens")):
+        if text := _mean(rows, name, "{:.2%}"):
+            return label, text
+    return "clipped tokens", _mean(rows, "policy/clipped", "{:.2%}")
+
+
 def _time_split(rows: list[Row]) -> str:
-    if not (whole := sum(series(rows, "time/update")[1])):
-        return ""
-    names = ("wait", "forward_backward", "optimizer", "sync")
-    shares = {name: sum(series(rows, f"time/{name}")[1]) / whole for name in names}
-    return ", ".join(f"{name.replace('_', ' and ')} {share:.0%}" for name, share in shares.items())
+    seconds = {name: sum(series(rows, f"time/{name}")[1]) for name in _TIMES}
+    whole = sum(seconds.values())
+    return ", ".join(f"{name.replace('_', ' and ')} {s / whole:.0%}" for name, s in seconds.items() if s)
 
 
 def _total(rows: list[Row], name: str, text: str) -> str:

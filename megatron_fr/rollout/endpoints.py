@@ -133,7 +133,7 @@ class Endpoints:
         now, tokens = time.monotonic(), self.fleet.tokens_generated
         metrics = (
             batch_metrics(batch.trajectories, batch.lags)
-            | self.agent_metrics()
+            | dict(self.agent_metrics())
             | {
                 "rollout/tokens_per_s": (tokens - self._tokens_at_last_lease) / max(1e-6, now - self._leased_at),
                 "rollout/in_flight": float(self.rollouts.pool.in_flight),

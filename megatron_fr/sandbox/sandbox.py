@@ -214,6 +214,7 @@ class Sandbox:
                 f"the tool sandbox did not start: {visible(reason) or 'no answer'}; allow user namespaces to this "
                 f"user or container (sysctl user.max_user_namespaces), {root.REMEDY}"
             )
+        assert self._process is not None
         self._watch = asyncio.create_task(_end_together(self._process, os.pidfd_open(pid)))
 
     def _command(self, channel: int) -> list[str]:

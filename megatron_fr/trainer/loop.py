@@ -52,19 +52,24 @@ class TrainerLoop:
         self.loader.start(position.version)
         if position.update == 0:
             self.record({"update": 0, "version": 0, **first, **self._evaluate("start")})
+        saving_s = 0.0
         while position.update < config.train.num_updates:
-            metrics = self._update()
+            metrics = self._update() | {"time/checkpoint": saving_s}
             last = position.update == config.train.num_updates
             try:
                 if last or self._due(config.evaluation.every):
+                    started = time.monotonic()
                     metrics |= self._evaluate(f"update-{position.update}")
+                    metrics["time/evaluation"] = time.monotonic() - started
             finally:  # an interrupted evaluation does not cost the update's own metrics
                 self.record(metrics)
+            started = time.monotonic()
             self.checkpoints.finish(wait=False)
             if self._due(config.checkpoint.every):
                 self.checkpoints.begin(update=position.update, version=position.version, score=position.score)
             if self._due(config.checkpoint.hf_every):
                 self.export(position.update)
+            saving_s = time.monotonic() - started
         self.sync.finish_probe()  # of the last version
 
     def _update(self) -> dict[str, float]:
@@ -78,19 +83,24 @@ class TrainerLoop:
             sync |= self.sync.push(self.position.version)
         self.loader.commit(batch, version=self.position.version, stepped=report.stepped)
         seconds = time.monotonic() - started
+        times = {
+            "time/wait": batch.wait_s,
+            "time/forward_backward": report.forward_backward_s,
+            "time/optimizer": report.optimizer_s,
+            "time/sync": sync.get("sync/seconds", 0.0),
+            "time/probe": sync.get("time/probe", 0.0),
+        }
+        known = sum(times.values()) + report.metrics.get("time/replay_check", 0.0)
         return {
             "update": self.position.update,
             "version": self.position.version,
             **batch.lease.metrics,
             **report.metrics,
-            "time/probe": 0.0,
             **sync,
             "train/stepped": float(report.stepped),
             "train/tokens_per_s": batch.num_tokens / seconds,
-            "time/wait": batch.wait_s,
-            "time/forward_backward": report.forward_backward_s,
-            "time/optimizer": report.optimizer_s,
-            "time/sync": sync.get("sync/seconds", 0.0),
+            **times,
+            "time/other": max(0.0, seconds - known),
             "time/update": seconds,
             "time/trainer_idle": batch.wait_s / seconds,
         }

@@ -81,6 +81,12 @@ class Objective:
         self._advantage: Any = "group" if isinstance(config, GRPOConfig) else config.advantage
         if ":" in self._advantage:
             self._advantage = import_object(self._advantage, "algorithm.advantage")
+        #: Metrics of a gate that the algorithm does not have.
+        self.without: tuple[str, ...] = ()
+        if isinstance(config, GRPOConfig) or getattr(config, "admission", "") == "off":
+            self.without = ("trust_region/admitted", "trust_region/admitted_tokens")
+        elif getattr(config, "admission", "") == "token":
+            self.without = ("trust_region/admitted",)
         #: Optimizer steps on a batch.
         self.steps = config.steps if isinstance(config, GRPOConfig) else 1
         #: Whether the loss is the user's own, which may return statistics of its own.

@@ -141,7 +141,8 @@ class TrainStep:
             optimizer_s += time.monotonic() - started
         if live is not None:
             metrics["time/replay_check"] = replay_check_s
-        return StepReport(metrics, forward_backward_s, optimizer_s, stepped)
+        shown = {name: value for name, value in metrics.items() if name not in self.objective.without}
+        return StepReport(shown, forward_backward_s, optimizer_s, stepped)
 
     def _gradient(
         self, batches: Sequence[MicroBatch], constants: BatchConstants, live: list[torch.Tensor] | None
@@ -165,7 +166,8 @@ class TrainStep:
 
     @property
     def _device(self) -> torch.device:
-        return next(self.chunks[0].parameters()).device
+        device: torch.device = next(self.chunks[0].parameters()).device
+        return device
 
     def skip(self) -> StepReport:
         """Consume a batch without signal: step the schedule, leave weights and moments."""

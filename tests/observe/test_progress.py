@@ -100,12 +100,13 @@ def test_prompts_set_aside_are_said_with_the_commonest_reason_and_again_at_twice
 def test_an_alarm_speaks_once_when_its_metric_goes_bad_and_again_after_recovery(metric, good, bad, message):
     alarms = Alarms()
 
-    def phase(value):
-        return [m for _ in range(2 * WINDOW) for m in alarms.check({metric: value})]
+    def phase(value, updates=2 * WINDOW):
+        return [m for _ in range(updates) for m in alarms.check({metric: value})]
 
     assert phase(good) == []
     assert [message in m for m in phase(bad)] == [True]
-    assert phase(good) == []
+    assert [m for _ in range(4) for value in (good, bad) for m in phase(value)] == []  # it hovers
+    assert phase(good, 6 * WINDOW) == []
     assert len(phase(bad)) == 1
     assert alarms.check({metric: None}) == []
 

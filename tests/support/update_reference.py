@@ -125,6 +125,10 @@ class Reference:
             )
             / number,
         }
+        if algorithm["name"] == "grpo":  # no gate to report of
+            del metrics["trust_region/admitted_tokens"]
+        if algorithm["name"] == "grpo" or algorithm.get("admission") == "token":
+            del metrics["trust_region/admitted"]
         if self.counted:
             metrics["policy/route_agreement"] = self.agreeing / self.counted
             # What replay changes.
