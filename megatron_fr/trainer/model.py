@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_fr.config import ParallelConfig, RunConfig
+from megatron_fr.errors import ConfigError
 from megatron_fr.models.layers.aux_loss import BalancedRouter
 from megatron_fr.models.layers.local import CoreAttention, RMSNorm
 from megatron_fr.models.layouts import check_aux_loss, check_layout, uses_sequence_parallel
@@ -38,6 +39,13 @@ def build_transformer_config(
     """
     check_aux_loss(spec, aux_loss_coeff)
     check_layout(spec, parallel)
+    if device.kind == "cpu" and parallel.etp > 1 and (parallel.ep > 1 or parallel.tp % parallel.etp):
+        raise ConfigError(
+            f"parallel.etp={parallel.etp} with parallel.ep={parallel.ep} and parallel.tp={parallel.tp}: its ranks have "
+            "unequal numbers of tokens, which gloo cannot gather; on CPUs give ep=1 and a tp that is a multiple of etp"
+        )
+    # One expert's normalised weight is always 1; Megatron-Core computes it, but refuses to be told so.
+    only_one = spec.moe and spec.top_k == 1 and spec.transformer.get("moe_router_pre_softmax") is False
     moe: dict[str, Any] = {}
     if spec.moe:
         moe = {
@@ -53,7 +61,7 @@ def build_transformer_config(
             # Only where layers differ: a list also changes how Megatron-Core names the tensors of a checkpoint.
             **({} if all(pattern := _moe_pattern(spec)) else {"moe_layer_freq": pattern}),
         }
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=spec.layers,
         hidden_size=spec.hidden,
         num_attention_heads=spec.heads,
@@ -93,8 +101,10 @@ def build_transformer_config(
         recompute_num_layers=1 if recompute == "full" else None,
         recompute_modules=["core_attn"],  # of "selective"
         **moe,
-        **spec.transformer,
+        **(spec.transformer | ({"moe_router_pre_softmax": True} if only_one else {})),
     )
+    config.moe_router_pre_softmax = config.moe_router_pre_softmax and not only_one
+    return config
 
 
 def build_model(

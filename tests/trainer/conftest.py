@@ -13,14 +13,14 @@ from tools.tiny import make_untrained
 from tools.tiny.model import build_untrained, save, tiny_config
 from tools.tiny.tokenizer import make_tokenizer
 
-#: name: make_untrained's arguments. ``moe_unnormed`` has ``norm_topk_prob`` false, ``moe_mixed`` experts
-#: in its second layer only; ``glm_plain`` has none of the biases and norms of ``glm``, two dense layers and two shared
-#: experts. Vocabulary 515 is odd, so that TP 2
-#: needs a padding row.
+#: name: make_untrained's arguments. ``moe_unnormed`` has ``norm_topk_prob`` false, ``moe_top1`` one expert a token,
+#: ``moe_mixed`` experts in its second layer only; ``glm_plain`` has none of the biases and norms of ``glm``, two dense
+#: layers and two shared experts. Vocabulary 515 is odd, so that TP 2 needs a padding row.
 MODELS: dict[str, dict[str, Any]] = {
     "moe": {"family": "qwen3_moe", "num_layers": 4, "vocab_size": 515},
     "moe_tied": {"family": "qwen3_moe", "tie": True},
     "moe_unnormed": {"family": "qwen3_moe"},
+    "moe_top1": {"family": "qwen3_moe"},
     "moe_mixed": {"family": "qwen3_moe", "num_layers": 4, "vocab_size": 515},
     "qwen3": {"family": "qwen3", "vocab_size": 515},
     "qwen3_tied": {"family": "qwen3", "tie": True, "vocab_size": 515},
@@ -30,6 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_tied": {"family": "qwen2", "tie": True},
 }
 CHANGES: dict[str, dict[str, Any]] = {
+    "moe_top1": {"num_experts_per_tok": 1},
     "moe_mixed": {"decoder_sparse_step": 2, "mlp_only_layers": [3]},
     "glm_plain": {
         "attention_bias": False,

@@ -18,13 +18,13 @@ GLM = ("glm", "glm_plain")
 
 #: One set of processes each: (world size, [(layout, models)]).
 LAYOUTS: dict[str, tuple[int, list[tuple[dict[str, int], tuple[str, ...]]]]] = {
-    "one process": (1, [({}, ("moe_unnormed", "moe_mixed", *GLM, *MOE, *DENSE))]),
+    "one process": (1, [({}, ("moe_unnormed", "moe_top1", "moe_mixed", *GLM, *MOE, *DENSE))]),
     "two processes": (
         2,
         [
             ({"tp": 2}, (*GLM, *MOE, *DENSE)),
             ({"tp": 2, "etp": 2}, MOE),
-            ({"ep": 2}, (*GLM, *MOE)),
+            ({"ep": 2}, (*GLM, *MOE, "moe_top1")),
             ({"pp": 2}, (*GLM, *MOE, *DENSE)),
             ({}, ("moe", "qwen2")),
         ],

@@ -21,6 +21,7 @@ JOBS: dict[str, tuple[int, list[tuple[str, dict[str, Any], dict[str, Any]]]]] = 
         [
             ("moe", PLAIN, {}),
             ("moe", PLAIN, RECOMPUTE),
+            ("moe_top1", PLAIN, {}),
             ("qwen3", PLAIN, {}),
             ("qwen2_tied", PLAIN, {}),
             ("qwen2_tied", PLAIN, LOGITS_AGAIN),

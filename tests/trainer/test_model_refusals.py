@@ -60,6 +60,8 @@ def test_an_unsupported_model_names_the_field(family: str, changes: dict[str, An
         ("qwen3_moe", {"world_size": 4, "tp": 4}, r"parallel\.tp=4 .*KV heads \(2\)"),
         ("qwen3_moe", {"world_size": 3, "pp": 3}, r"parallel\.pp=3 .*layers \(2\)"),
         ("qwen3_moe", {"world_size": 3, "ep": 3}, r"parallel\.ep=3 .*experts \(8\)"),
+        ("qwen3_moe", {"world_size": 2, "etp": 2}, r"parallel\.etp=2 with .*gloo cannot gather; on CPUs give ep=1"),
+        ("qwen3_moe", {"world_size": 4, "tp": 2, "ep": 2, "etp": 2}, r"parallel\.etp=2 with parallel\.ep=2"),
         ("qwen3_moe", {"world_size": 3, "etp": 3}, r"parallel\.etp=3 .*width \(80\)"),
         ("glm4_moe", {"world_size": 3, "pp": 3}, r"parallel\.pp=3 .*layers \(2\)"),
         ("qwen2", {"world_size": 2, "ep": 2}, r"parallel\.ep=2.*no experts"),
