@@ -245,7 +245,8 @@ class Engine:
         """Last lines of the log, without the usage text that a refused argument prints."""
         try:
             with self.spec.log_path.open(errors="replace") as log:
-                lines = [line.rstrip()[:400] for line in deque(log, maxlen=_LOG_LINES * 4)]
+                secret = self.spec.token or "\0"  # which SGLang logs, with its other arguments
+                lines = [line.rstrip().replace(secret, "[token]")[:400] for line in deque(log, maxlen=_LOG_LINES * 4)]
         except OSError as error:
             return f"  (log not readable: {error.strerror})"
         lines = [line for line in lines if line and not line.startswith((" " * 9, "usage:"))] or lines

@@ -171,3 +171,9 @@ def test_an_engines_sockets_and_its_input_are_closed_to_others(engine: Engine) -
     assert folder.stat().st_mode & 0o777 == 0o700
     assert len(str(folder)) < 90  # a socket's path ends at 107 characters
     assert os.readlink(f"/proc/{engine.pid}/fd/0") == "/dev/null"
+
+
+def test_the_token_in_an_engines_log_is_in_no_message(spec: Spec, tmp_path: Path) -> None:
+    engine = Engine(spec(log_path=tmp_path / "log", token="secret"))
+    (tmp_path / "log").write_text("server_args=ServerArgs(api_key='secret')\n")
+    assert engine.last_line() == "server_args=ServerArgs(api_key='[token]')"

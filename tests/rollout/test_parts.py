@@ -24,7 +24,7 @@ from megatron_fr.engines.fleet import Fleet
 from megatron_fr.errors import EngineError, ModelError
 from megatron_fr.hf.folder import read_spec
 from megatron_fr.models.registry import model_spec
-from megatron_fr.rollout.service import engine_specs, model_limits
+from megatron_fr.rollout.service import engine_specs, load_tokenizer, model_limits
 from megatron_fr.rollout.watchdog import EventLoopDelay
 from megatron_fr.runtime.device import resolve_device
 from megatron_fr.trajectory import ModelLimits
@@ -156,3 +156,11 @@ def test_a_run_that_cannot_start_says_why_before_any_engine_starts(models: list[
     assert "Traceback" not in ended.stderr
     assert not (tmp_path / "url").exists()
     assert not (tmp_path / "run" / "logs").exists()
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+    folder = make_untrained(tmp_path / "model")
+    tokenizer = load_tokenizer(str(folder), read_spec(folder).vocab)
+    largest = max(tokenizer.get_vocab().values())
+    with pytest.raises(ModelError, match=rf"tokenizer has token {largest}, its model a vocabulary of {largest};"):
+        load_tokenizer(str(folder), largest)
