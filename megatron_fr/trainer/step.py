@@ -31,6 +31,7 @@ from megatron_fr.trainer.routing_replay import RoutingReplay
 
 #: Of one rank's gradient in one buffer: squares of some hundred such norms can still be added in float32.
 _LARGEST_NORM = 1e18
+_OF_THE_LAST_STEP = ("policy/clipped", "policy/ratio_mean", "policy/ratio_max")
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,8 @@ class TrainStep:
     ) -> StepReport:
         """Run forward and backward over this rank's micro-batches, on every rank equally many; then an optimizer step.
 
-        Both as often as ``objective.steps`` says; the metrics are the last step's, the times of all. ``check_replay``
-        runs a forward with the live router first, where routes are replayed.
+        Both as often as ``objective.steps`` says: ratios, clip and gradient norm are the last step's, other metrics the
+        first one's. ``check_replay`` runs a forward with the live router first, where routes are replayed.
 
         Raises:
             UpdateError: a log-probability, ratio or gradient of some rank is not finite. Every rank raises it before
@@ -125,13 +126,15 @@ class TrainStep:
         for number in range(self.objective.steps):
             started = time.monotonic()
             found, logprobs = self._gradient(batches, constants, live if number == 0 else None)
-            metrics |= found
-            if number == 0:
+            if number:
+                metrics |= {name: found[name] for name in _OF_THE_LAST_STEP}
+            else:
+                metrics = found
                 self.schedule.step(1)
                 if logprobs:  # on the last pipeline stage
                     batches = [replace(batch, old_logprobs=old) for batch, old in zip(batches, logprobs, strict=True)]
             forward_backward_s += time.monotonic() - started
-            if not metrics["trust_region/admitted_tokens"]:
+            if not found["trust_region/admitted_tokens"]:
                 break  # The gradient is exactly zero, and Adam's momentum alone must not move the weights.
             started = time.monotonic()
             moved, grad_norm, _ = self.optimizer.step()
