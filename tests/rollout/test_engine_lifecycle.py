@@ -124,7 +124,6 @@ def test_an_engine_without_routes_is_found_by_the_probe_and_dies_with_its_owner(
             from megatron_fr.engines.probe import probe_engine
             from tools.tiny.model import VOCAB_SIZE
             from megatron_fr.trajectory import ModelLimits
-from tests.support.processes import alive, family_of, wait_gone
 
             async def main():
                 limits = ModelLimits(vocab_size=VOCAB_SIZE, max_context=1024, num_moe_layers=2, top_k=2, num_experts=8)

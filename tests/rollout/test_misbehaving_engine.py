@@ -129,7 +129,7 @@ def test_version_labels_err_on_the_old_side(labels: list[int], sent_at: int | No
 def test_requests_ask_for_the_full_distribution_and_key_the_cache_by_version() -> None:
     async def run() -> None:
         newer = answer([1, 2], weight_versions=[{"version": "4", "start": 0, "end": 2}])
-        async with engine(newer, answer([1]), answer([1])) as (client, requests):
+        async with engine(newer, answer([1]), answer([1]), answer([1])) as (client, requests):
             client.version = 3
             completion = await client.generate([5, 6], max_new_tokens=7, stop_token_ids=[9], routes_from=None)
             assert completion.versions == [3, 4]
@@ -139,8 +139,13 @@ def test_requests_ask_for_the_full_distribution_and_key_the_cache_by_version() -
             assert (params["top_p"], params["top_k"], params["min_p"], params["repetition_penalty"]) == (1, -1, 0, 1)
             assert (params["max_new_tokens"], params["stop_token_ids"], params["temperature"]) == (7, [9], 1.0)
             keys = [r["extra_key"] for r in requests]
-            assert keys[:2] == ["version-3", "version-4"]
+            assert [key.partition("-")[2] for key in keys[:2]] == ["version-3", "version-4"]
+            assert len({key.partition("-")[0] for key in keys}) == 1  # one client's
             assert keys[2] not in keys[:2]
+            client.forget_prefixes()
+            await client.generate([5, 6], max_new_tokens=1)
+            assert requests[3]["extra_key"].endswith("-version-4")
+            assert requests[3]["extra_key"] != keys[1]
             assert "return_routed_experts" not in requests[0]
 
     asyncio.run(run())
