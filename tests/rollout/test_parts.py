@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import os
 import pkgutil
 import subprocess
@@ -24,11 +26,12 @@ from megatron_fr.engines.fleet import Fleet
 from megatron_fr.errors import EngineError, ModelError
 from megatron_fr.hf.folder import read_spec
 from megatron_fr.models.registry import model_spec
-from megatron_fr.rollout.service import engine_specs, model_limits
+from megatron_fr.rollout.service import engine_specs, load_tokenizer, model_limits
 from megatron_fr.rollout.watchdog import EventLoopDelay
 from megatron_fr.runtime.device import resolve_device
 from megatron_fr.trajectory import ModelLimits
 from tools.tiny import make_untrained
+from tools.tiny.tokenizer import make_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -156,3 +159,20 @@ def test_a_run_that_cannot_start_says_why_before_any_engine_starts(models: list[
     assert "Traceback" not in ended.stderr
     assert not (tmp_path / "url").exists()
     assert not (tmp_path / "run" / "logs").exists()
+
+
+def test_code_that_comes_with_a_tokenizer_is_not_run_even_where_a_terminal_would_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, mark = tmp_path / "model", tmp_path / "ran"
+    make_tokenizer().save_pretrained(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "mine.Mine"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    code = f"open({str(mark)!r}, 'w')\nfrom transformers import PreTrainedTokenizerFast as Mine\n"
+    (folder / "mine.py").write_text(code)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    with pytest.raises(ModelError, match=r"has no usable tokenizer: .*custom code"):
+        load_tokenizer(str(folder), 10**6)
+    assert not mark.exists()
