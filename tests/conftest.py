@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -14,6 +15,15 @@ from tests.support import parallel_launch
 from tests.support.small_disk import SmallDisk
 
 prepare_process(resolve_device("auto"))  # some tests import Megatron-Core themselves
+
+
+@pytest.fixture(autouse=True)
+def same_umask() -> Iterator[None]:
+    """Commands that a test calls in this process write for its user alone; the tests after it do not."""
+    before = os.umask(0o022)
+    os.umask(before)
+    yield
+    os.umask(before)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -101,7 +101,7 @@ def _read_trajectories(file: Path) -> dict[str, _Row]:
 def _tokenizer(folder: str | Path) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # unsaid, it asks on a terminal
 
 
 def _read_line(place: str, line: str, folder: str | Path) -> list[int]:

@@ -18,7 +18,7 @@ from megatron_fr.convert.stored import StoredTensors, check_complete, find_check
 from megatron_fr.errors import ConfigError, MegatronFRError, ModelError
 from megatron_fr.hf.atomic import atomic_folder
 from megatron_fr.hf.export import hf_tensor_specs
-from megatron_fr.hf.folder import copy_other_files, read_spec, resolve_folder, stated_dtype
+from megatron_fr.hf.folder import check_links, copy_other_files, read_spec, resolve_folder, stated_dtype
 from megatron_fr.hf.weights import SHARD_BYTES, open_weights, write_weights
 from megatron_fr.models.layouts import check_layout
 from megatron_fr.models.spec import ModelSpec
@@ -116,6 +116,7 @@ def convert_hf_to_megatron(
     from megatron_fr.trainer import distributed
 
     source = resolve_folder(hf_dir)
+    check_links(source)
     model = read_spec(source)
     info = distributed.bootstrap()
     ranks = info.world_size

@@ -92,18 +92,21 @@ def stated_dtype(folder: Path) -> torch.dtype | None:
     return None if name is None else _DTYPES[name]
 
 
+def check_links(folder: Path) -> None:
+    """Raise a ModelError where a file is a link to what is not there, as into a cache that was emptied."""
+    for file in folder.iterdir():
+        if not file.exists():
+            raise ModelError(f"{file} is a link to {file.readlink()}, which is not there; fetch the folder again")
+
+
 def copy_other_files(source: Path, out: Path) -> None:
     """Copy configuration, generation configuration, tokenizer and chat template; not weights, and not their index.
 
-    A folder without a tokenizer is said on standard error.
-
-    Raises:
-        ModelError: a file is a link to what is not there.
+    A folder without a tokenizer is said on standard error. Raises as :func:`check_links`.
     """
+    check_links(source)
     for file in source.iterdir():
         if file.suffix in _COPIED_SUFFIXES and not file.name.endswith(".index.json"):
-            if not file.exists():
-                raise ModelError(f"{file} is a link to {file.readlink()}, which is not there; fetch the folder again")
             shutil.copyfile(file, out / file.name)
     if not any((source / name).exists() for name in _TOKENIZERS):
         print(f"warning: {source} holds no tokenizer, so {out.name} has none either", file=sys.stderr)

@@ -72,8 +72,8 @@ async def _serve(config: RunConfig, restore: Path | None, url_file: Path | None)
             await asyncio.gather(starting, return_exceptions=True)
             return 0
         await starting
-        print(f"rollout service ready at {service.url}", flush=True)
         write_token(config.output, service.token)
+        print(f"rollout service ready at {service.url}", flush=True)
         if url_file is not None:
             url_file.parent.mkdir(parents=True, exist_ok=True)
             temporary = url_file.with_name(f"{url_file.name}.{os.getpid()}.tmp")

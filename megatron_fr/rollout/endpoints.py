@@ -177,10 +177,13 @@ class Endpoints:
 
     async def _probe(self, request: web.Request) -> web.Response:
         body = await _body(request, engine=str, max_tokens=int)
+        most = self.probe.limits.max_context - 1  # the prompt has one at least
+        if not 0 < body["max_tokens"] <= most:
+            raise MegatronFRError(f"{request.path}: max_tokens={body['max_tokens']}, expected 1 to {most}")
         self._raise_failure()
         client = self.fleet.client(body["engine"])
         try:
-            trajectory = await self.probe.sample(client, max(1, body["max_tokens"]))
+            trajectory = await self.probe.sample(client, body["max_tokens"])
         except EngineError as error:
             # One failed request: the trainer may try again. If the engine died, it learns that then.
             return web.json_response({"error": str(error)}, status=502)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import secrets
 import socket
 from functools import partial
@@ -87,6 +88,9 @@ class RolloutService:
 
     async def _start(self) -> None:
         config, rollout = self._config, self._config.rollout
+        # A trajectory has a connection here and one in its engine, which inherits the limit; the usual one is 1,024.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         device = resolve_device(config.device)
         spec = read_spec(config.model.path)
         limits = model_limits(spec, rollout.max_context)
@@ -181,7 +185,7 @@ def load_tokenizer(path: str, vocab_size: int) -> Any:
 
     folder = resolve_folder(path, weights=False)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # unsaid, it asks on a terminal
     except Exception as error:  # damaged files raise a dozen kinds
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ModelError(f"model.path={path!r} has no usable tokenizer: {reason}; fetch it again") from error

@@ -46,4 +46,5 @@ def bearer(token: str | None) -> dict[str, str]:
 
 def shows(header: str | None, token: str) -> bool:
     """Whether an Authorization header shows ``token``, compared in constant time."""
-    return hmac.compare_digest((header or "").encode(), bearer(token)["Authorization"].encode())
+    shown = (header or "").encode(errors="surrogateescape")  # as the server decodes bytes that are no UTF-8
+    return hmac.compare_digest(shown, bearer(token)["Authorization"].encode())

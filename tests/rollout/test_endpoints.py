@@ -88,6 +88,38 @@ def test_a_client_that_hangs_up_leaves_the_lease_to_others() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("shown", [b"", b"Bearer", b"Bearer other", b"Bearer \xff", "Bearer tok\u00e9n".encode()])
+def test_whatever_is_shown_instead_of_the_token_is_refused(shown: bytes) -> None:
+    async def run() -> bytes:
+        failure = asyncio.get_running_loop().create_future()
+        async with serve(failure, SimpleNamespace()) as (url, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+            writer.write(
+                b"GET /status HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: " + shown + b"\r\n\r\n"
+            )
+            answer = await reader.read()
+            writer.close()
+            return answer
+
+    assert asyncio.run(run()).split(b" ")[1] == b"401"
+
+
+@pytest.mark.parametrize("max_tokens", [-1, 0, LIMITS.max_context, 10**30])
+def test_a_probe_that_no_context_holds_is_refused(max_tokens: int) -> None:
+    async def run() -> None:
+        failure = asyncio.get_running_loop().create_future()
+        probe = ProbeSampler(None, [], LIMITS, want_routes=False)
+        body = {"engine": "any", "max_tokens": max_tokens}
+        async with (
+            serve(failure, SimpleNamespace(), probe=probe) as (url, http),
+            http.post(url + "/probe", json=body) as response,
+        ):
+            assert response.status == 400
+            assert f"max_tokens={max_tokens}" in (await response.json())["error"]
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("died", [False, True])
 def test_a_failed_probe_may_be_repeated_unless_the_run_cannot_go_on(died: bool) -> None:
     async def run() -> None:

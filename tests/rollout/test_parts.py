@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import os
 import pkgutil
 import subprocess
@@ -29,6 +31,7 @@ from megatron_fr.rollout.watchdog import EventLoopDelay
 from megatron_fr.runtime.device import resolve_device
 from megatron_fr.trajectory import ModelLimits
 from tools.tiny import make_untrained
+from tools.tiny.tokenizer import make_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -164,3 +167,20 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) 
     largest = max(tokenizer.get_vocab().values())
     with pytest.raises(ModelError, match=rf"tokenizer has token {largest}, its model a vocabulary of {largest};"):
         load_tokenizer(str(folder), largest)
+
+
+def test_code_that_comes_with_a_tokenizer_is_not_run_even_where_a_terminal_would_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, mark = tmp_path / "model", tmp_path / "ran"
+    make_tokenizer().save_pretrained(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "mine.Mine"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    code = f"open({str(mark)!r}, 'w')\nfrom transformers import PreTrainedTokenizerFast as Mine\n"
+    (folder / "mine.py").write_text(code)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    with pytest.raises(ModelError, match=r"has no usable tokenizer: .*custom code"):
+        load_tokenizer(str(folder), 10**6)
+    assert not mark.exists()

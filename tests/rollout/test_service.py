@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 import yaml
 
@@ -126,7 +127,7 @@ def launch(config: Path, url_file: Path, log: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "megatron_fr.rollout", "--config", str(config), "--url-file", str(url_file)]
     with log.open("w") as out:
         return subprocess.Popen(
-            tied_to_us([*command, "rollout.start_timeout_s=200"]),
+            ["prlimit", "--nofile=1024:4096", *tied_to_us([*command, "rollout.start_timeout_s=200"])],
             stdout=out,
             stderr=subprocess.STDOUT,
             text=True,
@@ -294,6 +295,13 @@ def test_nobody_without_the_token_is_answered(service: Service, config: Path) ->
             assert httpx.post(engine + path, json={}, headers=headers).status_code == 401, path
     for process in family_of(service.process.pid):
         assert read_token(secret.parent) not in command_of(process)
+
+
+def test_service_and_engines_may_open_as_many_files_as_the_machine_lets_them(service: Service) -> None:
+    engines = [p for p in family_of(service.process.pid) if "sglang.launch_server" in command_of(p)]
+    assert engines
+    for process in (psutil.Process(service.process.pid), *engines):
+        assert process.rlimit(psutil.RLIMIT_NOFILE) == (4096, 4096)
 
 
 def test_what_the_service_writes_is_its_users_alone(service: Service, config: Path) -> None:

@@ -23,6 +23,7 @@ KEYS = [f"call: {case.title}" for case in CALLS] + [f"pair: {pair.title}" for pa
 #: Opens to everybody what lies in root's home of interpreter and checkout; then becomes somebody.
 AS_USER = """
 set -e
+umask 022
 KEEP=$(mktemp -d)
 n=0
 for folder in "$@"; do n=$((n + 1)); mkdir -p "$KEEP/$n"; mount --bind "$folder" "$KEEP/$n"; done
