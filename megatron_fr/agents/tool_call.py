@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PYTHON_TOOL_NAME = "python"
+MAX_CALLS = 64  #: of one turn; each costs time in the length of the turn
 
 #: In the form that ``apply_chat_template(tools=...)`` takes; short, because every prompt carries it.
 PYTHON_TOOL_SCHEMA: dict[str, Any] = {
@@ -26,8 +27,10 @@ _MARK = re.compile(f"{_OPEN}|{_THOUGHT}|{_END_OF_THOUGHT}")
 _SPACE = re.compile(r"\s*")
 _END_OF_CALL = re.compile(rf"\s*{_CLOSE}")
 #: A value may hold every closing tag but the ones that end its call.
-_XML_CALL = re.compile(rf"\s*<function=([^>\n]+)>(.*?)</function>\s*{_CLOSE}", re.DOTALL)
-_XML_ARGUMENT = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL)
+_XML_CALL = re.compile(r"\s*<function=([^<>\n]+)>")
+_END_OF_XML_CALL = re.compile(rf"</function>\s*{_CLOSE}")
+_XML_ARGUMENT = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?\Z", re.DOTALL)
+_END_OF_ARGUMENT = re.compile(r"</parameter>(?=\s*(?:<parameter=|\Z))")
 _JSON = json.JSONDecoder(strict=False)  # models write raw line ends inside strings
 
 
@@ -56,6 +59,7 @@ def parse_tool_calls(text: str, *, xml: bool = False, thinking: bool = False) ->
         thinking: the turn began inside a thought, which the prompt opened.
     """
     calls: list[ToolCall | ToolCallError] = []
+    parsed = 0  # also those of thoughts
     at = _after_thought(text, 0) if thinking else 0
     while mark := _MARK.search(text, at):
         at = mark.end()
@@ -63,6 +67,8 @@ def parse_tool_calls(text: str, *, xml: bool = False, thinking: bool = False) ->
             at = _after_thought(text, at)
         elif mark[0] == _END_OF_THOUGHT:
             calls.clear()  # the prompt had opened the thought
+        elif (parsed := parsed + 1) > MAX_CALLS:
+            return [*calls, ToolCallError(f"more than {MAX_CALLS} tool calls in one turn; the others were left out")]
         else:
             call, at = (_xml_call if xml else _json_call)(text, at)
             calls.append(call)
@@ -88,8 +94,10 @@ def _json_call(text: str, start: int) -> tuple[ToolCall | ToolCallError, int]:
 
 
 def _xml_call(text: str, start: int) -> tuple[ToolCall | ToolCallError, int]:
-    if call := _XML_CALL.match(text, start):
-        return ToolCall(call[1], dict(_XML_ARGUMENT.findall(call[2]))), call.end()
+    if (call := _XML_CALL.match(text, start)) and (end := _END_OF_XML_CALL.search(text, call.end())):
+        parts = _END_OF_ARGUMENT.split(text[call.end() : end.start()])[:-1]
+        found = (argument for part in parts if (argument := _XML_ARGUMENT.search(part)))
+        return ToolCall(call[1], {argument[1]: argument[2] for argument in found}), end.end()
     form = "<function=NAME><parameter=NAME>value</parameter></function>"
     return _broken_call(text, start, f"a tool call must be {form}")
 

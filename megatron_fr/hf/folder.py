@@ -92,6 +92,11 @@ def stated_dtype(folder: Path) -> torch.dtype | None:
     return None if name is None else _DTYPES[name]
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a file of the folder holds a vocabulary; without one transformers makes an empty tokenizer."""
+    return any((folder / name).exists() for name in _TOKENIZERS)
+
+
 def check_links(folder: Path) -> None:
     """Raise a ModelError where a file is a link to what is not there, as into a cache that was emptied."""
     for file in folder.iterdir():
@@ -108,5 +113,5 @@ def copy_other_files(source: Path, out: Path) -> None:
     for file in source.iterdir():
         if file.suffix in _COPIED_SUFFIXES and not file.name.endswith(".index.json"):
             shutil.copyfile(file, out / file.name)
-    if not any((source / name).exists() for name in _TOKENIZERS):
+    if not has_tokenizer(source):
         print(f"warning: {source} holds no tokenizer, so {out.name} has none either", file=sys.stderr)

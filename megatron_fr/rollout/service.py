@@ -23,7 +23,7 @@ from megatron_fr.engines.engine import EngineSpec
 from megatron_fr.engines.fleet import Fleet
 from megatron_fr.engines.probe import probe_engine
 from megatron_fr.errors import ConfigError, MegatronFRError, ModelError, RolloutEnded
-from megatron_fr.hf.folder import read_spec, resolve_folder
+from megatron_fr.hf.folder import has_tokenizer, read_spec, resolve_folder
 from megatron_fr.models.layouts import check_aux_loss, check_layout
 from megatron_fr.models.spec import ModelSpec
 from megatron_fr.rollout.cursor import PromptCursor
@@ -184,6 +184,8 @@ def load_tokenizer(path: str, vocab_size: int) -> Any:
     from transformers import AutoTokenizer
 
     folder = resolve_folder(path, weights=False)
+    if not has_tokenizer(folder):
+        raise ModelError(f"model.path={path!r} has no usable tokenizer: no tokenizer.json; fetch the folder again")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # unsaid, it asks on a terminal
     except Exception as error:  # damaged files raise a dozen kinds

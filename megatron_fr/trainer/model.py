@@ -101,7 +101,7 @@ def build_transformer_config(
         recompute_num_layers=1 if recompute == "full" else None,
         recompute_modules=["core_attn"],  # of "selective"
         **moe,
-        **(spec.transformer | ({"moe_router_pre_softmax": True} if only_one else {})),
+        **(dict(spec.transformer) | ({"moe_router_pre_softmax": True} if only_one else {})),
     )
     config.moe_router_pre_softmax = config.moe_router_pre_softmax and not only_one
     return config

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
-from megatron_fr.agents.tool_call import ToolCall, ToolCallError, parse_tool_calls
+from megatron_fr.agents.tool_call import MAX_CALLS, ToolCall, ToolCallError, parse_tool_calls
 
 
 def call(body: str) -> str:
@@ -117,3 +118,20 @@ def test_the_other_form_of_a_call_is_an_error_that_shows_the_right_one() -> None
         (error,) = parse_tool_calls(turn, xml=xml)
         assert isinstance(error, ToolCallError)
         assert form in error.reason
+
+
+@pytest.mark.parametrize(
+    ("text", "xml"),
+    [
+        ("<tool_call><function=f>" + "<parameter=b>" * 20_000, True),
+        ("<tool_call><function=f>" + "<parameter=" * 20_000 + "</function></tool_call>", True),
+        ("<tool_call>" * 40_000 + "</tool_call>", False),
+        (call("{oops") * 20_000, False),
+    ],
+    ids=["arguments", "openings of arguments", "openings", "broken calls"],
+)
+def test_the_time_grows_with_the_length_of_the_turn_alone(text: str, xml: bool) -> None:
+    started = time.process_time()
+    calls = parse_tool_calls(text, xml=xml)
+    assert time.process_time() - started < 2  # seconds; 10 and more where it grows with the square
+    assert 1 <= len(calls) <= MAX_CALLS + 1

@@ -184,3 +184,10 @@ def test_code_that_comes_with_a_tokenizer_is_not_run_even_where_a_terminal_would
     with pytest.raises(ModelError, match=r"has no usable tokenizer: .*custom code"):
         load_tokenizer(str(folder), 10**6)
     assert not mark.exists()
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    folder = make_untrained(tmp_path / "model")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"has no usable tokenizer: no tokenizer\.json; fetch"):
+        load_tokenizer(str(folder), 10**6)
