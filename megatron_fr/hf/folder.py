@@ -14,8 +14,9 @@ from megatron_fr.models.registry import FAMILIES, check_architectures, model_spe
 from megatron_fr.models.spec import ModelSpec
 
 #: Endings of a model's files that are no weights; the weights' index, ``.index.json``, is none of them.
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _COPIED_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
+#: Each holds a vocabulary.
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def resolve_folder(path: str | Path, *, weights: bool = True) -> Path:

@@ -83,9 +83,10 @@ class Objective:
             self._advantage = import_object(self._advantage, "algorithm.advantage")
         #: Metrics of a gate that the algorithm does not have.
         self.without: tuple[str, ...] = ()
-        if isinstance(config, GRPOConfig) or getattr(config, "admission", "") == "off":
+        gate = "off" if isinstance(config, GRPOConfig) else getattr(config, "admission", "")
+        if gate == "off":
             self.without = ("trust_region/admitted", "trust_region/admitted_tokens")
-        elif getattr(config, "admission", "") == "token":
+        elif gate == "token":
             self.without = ("trust_region/admitted",)
         #: Optimizer steps on a batch.
         self.steps = config.steps if isinstance(config, GRPOConfig) else 1
